@@ -1,0 +1,1 @@
+"""The muscle: runs the model with paged attention and samples."""

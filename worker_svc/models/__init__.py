@@ -1,0 +1,1 @@
+"""Model implementations: native decoders, the generic path, and loading."""
