@@ -1,1 +1,1 @@
-"""What every process needs to speak the contract: servers, channels, health, errors, logging, configuration."""
+"""What every process needs to speak the contract: connections, server, health, errors, settings, logs, lifetime."""

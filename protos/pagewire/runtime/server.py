@@ -1,0 +1,115 @@
+"""A grpc.aio server as every service starts it: limits, keepalive, TLS, health, reflection, errors, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from pagewire.runtime.health import LIVENESS, READINESS, HealthServicer
+from pagewire.runtime.status import ErrorInterceptor
+from pagewire.runtime.transport import MAX_MESSAGE_BYTES, TlsConfig, format_address, server_options
+
+_HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+
+
+class GrpcServer:
+    """A server with health (Check, Watch, List; `""`, `liveness`, `readiness`, each service name) and reflection.
+
+    Made on the event loop that it serves on. Order of calls: add servicers to `aio`, `start`, `set_ready`, `drain`.
+    """
+
+    def __init__(
+        self,
+        service_names: Sequence[str],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: TlsConfig | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        """`service_names`: full names such as pagewire.v1.FrontendService. Port 0 takes a free one."""
+        self._service_names = tuple(service_names)
+        self._host = host
+        self._port = port
+        self._tls = tls
+        self._is_draining = False
+        self._health = HealthServicer()
+        self._aio = grpc.aio.server(
+            interceptors=[ErrorInterceptor(", ".join(self._service_names))], options=server_options(max_message_bytes)
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._aio)
+        reflection.enable_server_reflection((*self._service_names, _HEALTH_NAME, reflection.SERVICE_NAME), self._aio)
+
+    @property
+    def aio(self) -> grpc.aio.Server:
+        """The server to add servicers to."""
+        return self._aio
+
+    @property
+    def host(self) -> str:
+        return self._host
+
+    @property
+    def port(self) -> int:
+        """The bound port once started."""
+        return self._port
+
+    async def start(self) -> int:
+        """Listens and returns the port: alive, not ready. Raises OSError where the address can't be had."""
+        address = format_address(self._host, self._port)
+        try:
+            if self._tls is None:
+                port = self._aio.add_insecure_port(address)
+            else:
+                port = self._aio.add_secure_port(address, self._tls.server_credentials())
+        except RuntimeError as error:
+            raise OSError(
+                f"cannot listen on {address}: the port is taken or the host is not this machine's; "
+                "choose others with --host and --port (0 takes a free port)"
+            ) from error
+        await self._aio.start()
+        self._port = port
+        self._health.set(LIVENESS, True)
+        self._set_ready(False)
+        return port
+
+    def _set_ready(self, is_ready: bool) -> None:
+        for name in ("", READINESS, *self._service_names):
+            self._health.set(name, is_ready)
+
+    async def set_ready(self, is_ready: bool) -> None:
+        """Says whether requests can be served: `readiness`, every service name and `""`. Ignored while draining."""
+        if not self._is_draining:
+            self._set_ready(is_ready)
+
+    async def set_alive(self, is_alive: bool) -> None:
+        """Says whether the process is of use at all, or should be restarted: `liveness`."""
+        self._health.set(LIVENESS, is_alive)
+
+    async def drain(self, grace_s: float) -> None:
+        """Stops: not ready (still alive), no new calls (UNAVAILABLE), running ones get `grace_s` seconds to end."""
+        self._is_draining = True
+        self._set_ready(False)
+        self._health.close()
+        await self._aio.stop(grace_s)
+
+
+async def wait_for_signal() -> signal.Signals:
+    """Waits for SIGINT or SIGTERM. A second one of either ends the process at once, without draining."""
+    loop = asyncio.get_running_loop()
+    arrived: asyncio.Future[signal.Signals] = loop.create_future()
+
+    def on_signal(which: signal.Signals) -> None:
+        if arrived.done():
+            os._exit(128 + which)
+        arrived.set_result(which)
+
+    for which in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(which, on_signal, which)
+    return await arrived

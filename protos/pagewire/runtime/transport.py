@@ -1,0 +1,128 @@
+"""How every connection of Pagewire is set up: message limits, keepalive, reconnects and TLS, the same on both ends.
+
+Message limit: `MAX_MESSAGE_BYTES` in both directions on both ends, changed by `--max-message-bytes` or
+`PAGEWIRE_MAX_MESSAGE_BYTES` (set it for every process alike).
+
+Keepalive: a client pings after `KEEPALIVE_TIME_MS` of silence and gives up `KEEPALIVE_TIMEOUT_MS` later; servers do the
+same and allow pings twice as often as clients send them, streams or not, so nobody is sent away for too many pings.
+`grpc.http2.ping_timeout_ms` has to be set beside the keepalive timeout: its default of 60 s hides a frozen peer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+MAX_MESSAGE_BYTES = 64 * 2**20
+MESSAGE_LIMIT_SETTING = "--max-message-bytes (PAGEWIRE_MAX_MESSAGE_BYTES)"
+"""How the message limit is named in errors and help texts."""
+
+KEEPALIVE_TIME_MS = 10_000
+KEEPALIVE_TIMEOUT_MS = 5_000
+MIN_PING_INTERVAL_MS = KEEPALIVE_TIME_MS // 2
+
+_RECONNECT_OPTIONS = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """PEM files. A server needs certificate and key, and asks clients for certificates where `ca_file` is set.
+
+    A client checks the server against `ca_file` (the system's roots where empty) and shows its own certificate, if any.
+    """
+
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """Credentials of a server. Raises OSError where a file can't be read."""
+        pair = (Path(self.key_file).read_bytes(), Path(self.cert_file).read_bytes())
+        return grpc.ssl_server_credentials(
+            [pair], root_certificates=_read(self.ca_file), require_client_auth=bool(self.ca_file)
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """Credentials of a client. Raises OSError where a file can't be read."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=_read(self.ca_file),
+            private_key=_read(self.key_file),
+            certificate_chain=_read(self.cert_file),
+        )
+
+
+def _read(path: str) -> bytes | None:
+    return Path(path).read_bytes() if path else None
+
+
+def _common_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[str, int]]:
+    """Channel arguments of every server."""
+    return [
+        *_common_options(max_message_bytes),
+        ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+        # Two servers must not share a port in silence.
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def channel_options(
+    max_message_bytes: int = MAX_MESSAGE_BYTES, service_config_json: str | None = None
+) -> list[tuple[str, Any]]:
+    """Channel arguments of every client. `service_config_json` may set balancing and health checking."""
+    options: list[tuple[str, Any]] = [*_common_options(max_message_bytes), *_RECONNECT_OPTIONS]
+    if service_config_json is not None:
+        options.append(("grpc.service_config", service_config_json))
+    return options
+
+
+def secure_or_insecure_channel(
+    target: str,
+    tls: TlsConfig | None = None,
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    service_config_json: str | None = None,
+) -> grpc.aio.Channel:
+    """An asyncio channel to `target` (host:port or any gRPC target)."""
+    options = channel_options(max_message_bytes, service_config_json)
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, tls.channel_credentials(), options=options)
+
+
+def sync_channel(
+    target: str,
+    tls: TlsConfig | None = None,
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    service_config_json: str | None = None,
+) -> grpc.Channel:
+    """A blocking channel to `target`, set up like the asyncio one."""
+    options = channel_options(max_message_bytes, service_config_json)
+    if tls is None:
+        return grpc.insecure_channel(target, options=options)
+    return grpc.secure_channel(target, tls.channel_credentials(), options=options)
+
+
+def format_address(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
