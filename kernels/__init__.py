@@ -1,1 +1,27 @@
-"""Pure functions on tensors; they know nothing of requests."""
+"""Pure functions on tensors for paged-attention models; they know nothing of requests.
+
+`kernels.paged_attention(...)` and its sisters choose by device. Each operation's file has the implementation and a
+`reference` of the same signature, written for reading.
+"""
+
+from kernels.table import (
+    OPERATIONS,
+    copy_blocks,
+    paged_attention,
+    rms_norm,
+    rotary_embedding,
+    silu_and_mul,
+    write_kv,
+    zero_blocks,
+)
+
+__all__ = [
+    "OPERATIONS",
+    "copy_blocks",
+    "paged_attention",
+    "rms_norm",
+    "rotary_embedding",
+    "silu_and_mul",
+    "write_kv",
+    "zero_blocks",
+]

@@ -1,0 +1,216 @@
+"""paged_attention: causal attention of a ragged batch over block tables.
+
+Prefill chunks and decodes are mixed in one call. The torch implementation computes each row from a padded length that
+depends on that row alone, so that what else is in the batch does not change a row's result.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+QUERY_TILE = 256
+"""Prefill queries per product: bounds the score matrix to heads x 256 x keys."""
+
+
+def reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of the last tokens of each row to all tokens of the row before them and themselves.
+
+    query [num_tokens, num_heads, head_size]; caches [num_blocks, block_size, num_kv_heads, head_size] of any float
+    type; query_start_loc [num_rows + 1] int32; seq_lens [num_rows] int32, keys of each row, the new ones included;
+    block_tables [num_rows, max_num_blocks] int32. Query head h reads KV head h // (num_heads // num_kv_heads).
+    A key is seen where 0 <= query position - key position < sliding_window (None: no bound). Scores are scaled, then
+    capped to softcap * tanh(score / softcap), then alibi_slopes[h] * (key position - query position) is added; sinks
+    [num_heads] are one more logit per head that takes probability and gives no value. Products and sums are float32.
+    A query that sees no key and has no sink gives zeros. Returns out, [num_tokens, num_heads, value head size] in
+    query's type; what lies outside the rows is left as it is.
+    """
+    num_heads, block_size = query.shape[1], key_cache.shape[1]
+    group_size = num_heads // key_cache.shape[2]
+    out = _output(query, value_cache) if out is None else out
+    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+    for row, seq_len in enumerate(lengths):
+        query_len = starts[row + 1] - starts[row]
+        for i in range(query_len):
+            position = seq_len - query_len + i
+            first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+            places = [(int(block_tables[row, p // block_size]), p % block_size) for p in range(first, position + 1)]
+            for head in range(num_heads):
+                logits, values = [], []
+                for p, (block, offset) in enumerate(places, start=first):
+                    key = key_cache[block, offset, head // group_size].float()
+                    logit = float(query[starts[row] + i, head].float() @ key) * scale
+                    if softcap is not None:
+                        logit = softcap * math.tanh(logit / softcap)
+                    if alibi_slopes is not None:
+                        logit += float(alibi_slopes[head]) * (p - position)
+                    logits.append(logit)
+                    values.append(value_cache[block, offset, head // group_size].float())
+                sink = -math.inf if sinks is None else float(sinks[head])
+                highest = max([*logits, sink])
+                total = sum(math.exp(x - highest) for x in [*logits, sink]) if highest > -math.inf else 1.0
+                result = torch.zeros(value_cache.shape[3])
+                for logit, value in zip(logits, values, strict=True):
+                    result += math.exp(logit - highest) / total * value
+                out[starts[row] + i, head] = result.to(out.dtype)
+    return out
+
+
+def torch_paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `reference`. Decodes of similar length share one product; a prefill chunk has its own, in query tiles."""
+    out = _output(query, value_cache) if out is None else out
+    scores = _Scores(scale, sliding_window, softcap, sinks, alibi_slopes, key_cache.shape[2])
+    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+    block_size = key_cache.shape[1]
+    decodes: dict[int, list[int]] = {}
+    for row, seq_len in enumerate(lengths):
+        query_len = starts[row + 1] - starts[row]
+        if query_len == 1:
+            decodes.setdefault(_padded_blocks(seq_len, block_size), []).append(row)
+            continue
+        for first in range(0, query_len, QUERY_TILE):
+            last = min(first + QUERY_TILE, query_len)
+            end = seq_len - query_len + last
+            begin = 0 if sliding_window is None else max(0, end - (last - first) - sliding_window + 1)
+            blocks = block_tables[row, begin // block_size : max(1, -(-end // block_size))]
+            tokens = slice(starts[row] + first, starts[row] + last)
+            out[tokens] = scores.attend(
+                query[tokens].unsqueeze(0),
+                _gather(key_cache, blocks.unsqueeze(0)),
+                _gather(value_cache, blocks.unsqueeze(0)),
+                torch.arange(end - (last - first), end, device=query.device).unsqueeze(0),
+                begin // block_size * block_size,
+            )[0]
+    for num_blocks, rows in decodes.items():
+        picked = torch.tensor(rows, device=query.device)
+        blocks = block_tables.index_select(0, picked)[:, :num_blocks]
+        tokens_at = query_start_loc.index_select(0, picked).long()
+        out[tokens_at] = scores.attend(
+            query.index_select(0, tokens_at).unsqueeze(1),
+            _gather(key_cache, blocks),
+            _gather(value_cache, blocks),
+            seq_lens.index_select(0, picked).long().unsqueeze(1) - 1,
+            0,
+        )[:, 0]
+    return out
+
+
+def _output(query: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(*query.shape[:2], value_cache.shape[3], dtype=query.dtype, device=query.device)
+
+
+def _padded_blocks(seq_len: int, block_size: int) -> int:
+    """Blocks to read for a decode: rounded up in four steps per octave, so that few shapes occur."""
+    blocks = max(1, -(-seq_len // block_size))
+    step = 1 << max(0, blocks.bit_length() - 3)
+    return -(-blocks // step) * step
+
+
+def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Keys or values [rows, num_kv_heads, blocks * block_size, head_size] in float32, one copy.
+
+    The heads of a slot lie beside each other; picking (slot, head) pairs puts each head's keys in one run.
+    """
+    num_slots, num_heads, head_size = cache.shape[0] * cache.shape[1], cache.shape[2], cache.shape[3]
+    offsets = torch.arange(cache.shape[1], device=cache.device)
+    slots = (blocks.long().unsqueeze(-1) * cache.shape[1] + offsets).flatten(1)
+    heads = torch.arange(num_heads, device=cache.device).view(1, -1, 1)
+    picked = (slots.unsqueeze(1) * num_heads + heads).flatten()
+    gathered = cache.view(num_slots * num_heads, head_size).index_select(0, picked)
+    return gathered.float().view(blocks.shape[0], num_heads, slots.shape[1], head_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scores:
+    """How scores are made and turned into outputs; the options of `reference`."""
+
+    scale: float
+    sliding_window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    num_kv_heads: int
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        query_positions: torch.Tensor,
+        first_key_position: int,
+    ) -> torch.Tensor:
+        """Outputs [rows, queries, num_heads, value size], in query's type.
+
+        query [rows, queries, num_heads, head_size], keys and values [rows, num_kv_heads, keys, size] float32,
+        query_positions [rows, queries].
+        """
+        rows, num_queries, num_heads, head_size = query.shape
+        groups, num_keys = num_heads // self.num_kv_heads, keys.shape[2]
+        # [rows, num_kv_heads, queries * groups, head_size]: the heads of a group share their keys in one product.
+        packed = query.float().view(rows, num_queries, self.num_kv_heads, groups, head_size).transpose(1, 2)
+        packed = packed.reshape(rows * self.num_kv_heads, num_queries * groups, head_size) * self.scale
+        scores = torch.bmm(packed, keys.flatten(0, 1).transpose(1, 2))
+        scores = scores.view(rows, self.num_kv_heads, num_queries, groups, num_keys)
+        if self.softcap is not None:
+            scores = torch.tanh(scores.div_(self.softcap)).mul_(self.softcap)
+        key_positions = torch.arange(first_key_position, first_key_position + num_keys, device=query.device)
+        distance = query_positions.unsqueeze(-1) - key_positions
+        if self.alibi_slopes is not None:
+            slopes = self.alibi_slopes.float().view(1, self.num_kv_heads, 1, groups, 1)
+            scores -= slopes * distance[:, None, :, None]
+        is_hidden = distance < 0
+        if self.sliding_window is not None:
+            is_hidden |= distance >= self.sliding_window
+        scores.masked_fill_(is_hidden[:, None, :, None], -torch.inf)
+        weights, total = self._weights(scores, groups)
+        # A slot that no query sees may hold anything, and 0 * NaN is NaN.
+        is_unused = is_hidden.all(dim=1)
+        if bool(is_unused.any()):
+            values.masked_fill_(is_unused[:, None, :, None], 0)
+        weights = weights.view(rows * self.num_kv_heads, num_queries * groups, num_keys)
+        result = torch.bmm(weights, values.flatten(0, 1)).view(rows, self.num_kv_heads, num_queries, groups, -1)
+        result = result.div_(total).transpose(1, 2)
+        return result.reshape(rows, num_queries, num_heads, -1).to(query.dtype)
+
+    def _weights(self, scores: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """exp(scores - highest) and its sum with the sinks; the sum is 1 where nothing is seen."""
+        highest = scores.amax(dim=-1, keepdim=True)
+        sinks = None if self.sinks is None else self.sinks.float().view(1, self.num_kv_heads, 1, groups, 1)
+        if sinks is not None:
+            highest = torch.maximum(highest, sinks)
+        highest.clamp_(min=torch.finfo(torch.float32).min)
+        weights = scores.sub_(highest).exp_()
+        total = weights.sum(dim=-1, keepdim=True)
+        if sinks is not None:
+            total += torch.exp(sinks - highest)
+        return weights, total.masked_fill_(total == 0, 1)

@@ -1,0 +1,22 @@
+"""zero_blocks: fills whole KV blocks with zeros."""
+
+from __future__ import annotations
+
+import torch
+
+
+def reference(key_cache: torch.Tensor, value_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
+    """Sets the blocks of both caches to zero.
+
+    Caches [num_blocks, block_size, num_kv_heads, head_size], block_ids [num_ids] of any integer type.
+    """
+    for block_id in block_ids.tolist():
+        key_cache[block_id] = 0
+        value_cache[block_id] = 0
+
+
+def torch_zero_blocks(key_cache: torch.Tensor, value_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
+    """See `reference`."""
+    ids = block_ids.long()
+    key_cache.index_fill_(0, ids, 0)
+    value_cache.index_fill_(0, ids, 0)

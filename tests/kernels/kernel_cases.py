@@ -1,0 +1,158 @@
+"""Inputs for every operation of the table, made from a seed: ragged mixes, odd sizes, NaN wherever nothing may be read.
+
+Each maker returns the positional and keyword arguments of one call. Outputs that a kernel fills come filled with NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass
+class Call:
+    """Arguments of one call, and which of them it changes in place."""
+
+    args: list[Any]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    changed: tuple[int, ...] = ()
+
+
+@dataclass
+class Paged:
+    """A filled cache and the batch that reads it."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: torch.Tensor
+
+
+def randn(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def paged(
+    generator: torch.Generator,
+    rows: list[tuple[int, int]],
+    *,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    value_size: int | None = None,
+    dtype: torch.dtype,
+) -> Paged:
+    """A cache for rows of (query_len, seq_len) in scrambled blocks; every slot that no row owns is NaN."""
+    widths = [-(-seq_len // block_size) for _, seq_len in rows]
+    num_blocks = sum(widths) + 3
+    order = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
+    tables = torch.zeros(len(rows), max([*widths, 1]) + 1, dtype=torch.int32)
+    sizes = (head_size, value_size or head_size)
+    caches = [torch.full((num_blocks, block_size, num_kv_heads, size), torch.nan, dtype=dtype) for size in sizes]
+    for row, (_, seq_len) in enumerate(rows):
+        for i in range(widths[row]):
+            block = order.pop()
+            tables[row, i] = block
+            used = min(block_size, seq_len - i * block_size)
+            for cache, size in zip(caches, sizes, strict=True):
+                cache[block, :used] = randn(generator, used, num_kv_heads, size, dtype=dtype)
+    starts = torch.tensor([0, *(query_len for query_len, _ in rows)]).cumsum(0).int()
+    return Paged(caches[0], caches[1], starts, torch.tensor([s for _, s in rows]).int(), tables)
+
+
+MIXES: list[list[tuple[int, int]]] = [
+    [(1, 1)],
+    [(7, 7), (1, 19), (5, 23), (1, 2), (3, 3)],
+    [(1, 33), (1, 31), (1, 5), (1, 16), (1, 17)],
+    [(0, 0), (4, 12), (0, 9), (1, 40)],
+    [(3, 2), (1, 0), (2, 11)],  # queries before the sequence's start see nothing
+]
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"sliding_window": 1},
+    {"sliding_window": 7},
+    {"softcap": 2.0},
+    {"sinks": True},
+    {"alibi_slopes": True},
+    {"sliding_window": 5, "softcap": 1.5, "sinks": True, "alibi_slopes": True},
+]
+
+
+def attention_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
+    shapes = [(1, 1, 8, 8, 4), (6, 2, 20, 12, 5), (9, 3, 16, 16, 16)]
+    for number, options in enumerate(OPTIONS * len(MIXES)):
+        rows = MIXES[number % len(MIXES)]
+        num_heads, num_kv_heads, head_size, value_size, block_size = shapes[number % len(shapes)]
+        kv = paged(
+            generator,
+            rows,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            value_size=value_size,
+            dtype=dtype,
+        )
+        num_tokens = int(kv.query_start_loc[-1])
+        query = randn(generator, num_tokens, num_heads, head_size, dtype=dtype) * 2
+        kwargs = dict(options, out=torch.full((num_tokens, num_heads, value_size), torch.nan, dtype=dtype))
+        for name in ("sinks", "alibi_slopes"):
+            if name in kwargs:
+                kwargs[name] = randn(generator, num_heads, dtype=torch.float32)
+        yield Call(
+            [query, kv.key_cache, kv.value_cache, kv.query_start_loc, kv.seq_lens, kv.block_tables, 0.37], kwargs
+        )
+
+
+def write_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
+    for num_tokens, cache_dtype in ((1, dtype), (13, dtype), (13, torch.float16), (0, dtype)):
+        caches = [torch.full((6, 5, 3, 7), torch.nan, dtype=cache_dtype) for _ in range(2)]
+        slots = torch.randperm(30, generator=generator)[:num_tokens]
+        slots[num_tokens // 2 : num_tokens // 2 + (num_tokens > 2)] = -1
+        new = [randn(generator, num_tokens, 3, 7, dtype=dtype) for _ in range(2)]
+        yield Call([*new, *caches, slots], changed=(2, 3))
+
+
+def norm_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
+    for shape in ((1, 64), (5, 63), (4, 3, 20)):
+        x, weight = randn(generator, *shape, dtype=dtype), randn(generator, shape[-1], dtype=dtype)
+        yield Call([x, weight, 1e-5])
+        yield Call([x, weight, 1e-5, randn(generator, *shape, dtype=dtype)])
+
+
+def rotary_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
+    for head_size, half in ((16, 8), (20, 6), (8, 4)):
+        angles = torch.rand(50, half, generator=generator) * 6
+        positions = torch.randint(50, (9,), generator=generator)
+        query, key = randn(generator, 9, 6, head_size, dtype=dtype), randn(generator, 9, 2, head_size, dtype=dtype)
+        yield Call([query, key, positions, angles.cos(), angles.sin()])
+
+
+def activation_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
+    for num_tokens, size in ((1, 8), (7, 63)):
+        yield Call([randn(generator, num_tokens, 2 * size, dtype=dtype) * 3])
+
+
+def block_calls(generator: torch.Generator, dtype: torch.dtype, num_lists: int) -> Iterator[Call]:
+    for count in (0, 1, 4):
+        caches = [randn(generator, 9, 3, 2, 5, dtype=dtype) for _ in range(2)]
+        caches[0][4] = torch.nan
+        order = torch.randperm(9, generator=generator).int()
+        # Sources and destinations overlap: what is read is the state before the call.
+        lists = [order[:count], order[1 : count + 1]][:num_lists]
+        yield Call([*caches, *lists], changed=(0, 1))
+
+
+CALLS: dict[str, Callable[[torch.Generator, torch.dtype], Iterator[Call]]] = {
+    "paged_attention": attention_calls,
+    "write_kv": write_calls,
+    "rms_norm": norm_calls,
+    "rotary_embedding": rotary_calls,
+    "silu_and_mul": activation_calls,
+    "copy_blocks": lambda generator, dtype: block_calls(generator, dtype, 2),
+    "zero_blocks": lambda generator, dtype: block_calls(generator, dtype, 1),
+}
