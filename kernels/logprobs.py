@@ -1,0 +1,60 @@
+"""Log-probabilities of chosen and likeliest tokens, with ranks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def gather_logprobs(
+    logits: torch.Tensor, chosen: torch.Tensor, num_likeliest: int, extra_token_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, log-probabilities and ranks of some candidates per row of the model's own distribution.
+
+    logits: float32 [rows, vocab_size]. chosen: int64 [rows]. num_likeliest: -1 means all. extra_token_ids: int64
+    [extra], the same for all rows. Candidates: the chosen token, the likeliest in order (of equal ones the lowest id
+    first), the extra ones in the order given.
+    Returns int64 and float32 [rows, 1 + likeliest + extra], and the chosen token's rank, int64 [rows]: 1 plus the
+    number of strictly likelier tokens.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    columns = [chosen[:, None], ordered_topk(logprobs, num_likeliest)]
+    if extra_token_ids is not None:
+        columns.append(extra_token_ids.expand(len(logits), -1))
+    token_ids = torch.cat(columns, dim=1)
+    values = logprobs.gather(1, token_ids)
+    ranks = (logprobs > values[:, :1]).sum(dim=-1) + 1
+    return token_ids, values, ranks
+
+
+def ordered_topk(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices of the k largest per row in order, int64 [rows, k]; of equal ones the lowest index first. -1 means all.
+
+    torch.topk leaves open which of several equal values it takes, so the rows where that matters are sorted in full.
+    """
+    width = values.shape[1]
+    if k < 0 or k >= width:
+        return torch.sort(values, dim=-1, descending=True, stable=True).indices
+    if k == 0:
+        return torch.empty((len(values), 0), dtype=torch.int64, device=values.device)
+    largest, indices = torch.topk(values, min(k + 1, width), dim=-1)
+    has_ties = (largest[:, :-1] == largest[:, 1:]).any(dim=-1)
+    indices = indices[:, :k]
+    for row in has_ties.nonzero().flatten().tolist():
+        indices[row] = torch.sort(values[row], descending=True, stable=True).indices[:k]
+    return indices
+
+
+def reference_logprobs(
+    logits: list[float], chosen: int, num_likeliest: int, extra: list[int] | None = None
+) -> tuple[list[int], list[float], int]:
+    """The same for one row in plain Python, for reading."""
+    largest = max(logits)
+    total = math.fsum(math.exp(x - largest) for x in logits)
+    logprobs = [x - largest - math.log(total) for x in logits]
+    order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    likeliest = order if num_likeliest < 0 else order[:num_likeliest]
+    token_ids = [chosen, *likeliest, *(extra or [])]
+    rank = 1 + sum(1 for x in logits if x > logits[chosen])
+    return token_ids, [logprobs[i] for i in token_ids], rank
