@@ -84,7 +84,9 @@ class ExecuteStream:
         try:
             opened = self._opened.result(timeout_s)
         except TimeoutError:
-            error: PagewireError = UnavailableError(f"the worker did not accept the Execute stream within {timeout_s:g} s")
+            error: PagewireError = UnavailableError(
+                f"the worker did not accept the Execute stream within {timeout_s:g} s"
+            )
             self._end(error, is_reported=False)
             raise error from None
         if opened.next_step != 1:

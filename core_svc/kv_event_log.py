@@ -1,4 +1,4 @@
-"""The resumable log of prefix cache events: a bounded history, and a mirror of the cache for those who come too late."""
+"""The resumable log of prefix cache events: a bounded history, and a mirror of the cache for late readers."""
 
 from __future__ import annotations
 
