@@ -1,0 +1,50 @@
+"""The name of a full KV block: a sha256 chain over its parent's name, its tokens and its extra keys.
+
+Extra keys are tagged by domain and length-prefixed, so that a cache salt can't collide with an adapter's name and two
+versions of one adapter never share KV. They enter the first block that they concern; the chain carries them on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+
+import numpy as np
+
+from pagewire.engine import Adapter
+
+ROOT_HASH = hashlib.sha256(b"pagewire.block_hash.v1").digest()
+"""Parent of every first block; fixed, so that all processes agree."""
+
+
+def extra_key(domain: str, *parts: bytes) -> bytes:
+    """One extra key: its domain and parts, each with its length in front."""
+    return b"".join(struct.pack("<I", len(part)) + part for part in (domain.encode(), *parts))
+
+
+def adapter_key(adapter: Adapter) -> bytes:
+    """Extra key of an adapter: its name and version."""
+    return extra_key("adapter", adapter.name.encode(), struct.pack("<Q", adapter.version))
+
+
+def cache_salt_key(cache_salt: str) -> bytes:
+    """Extra key of a cache salt."""
+    return extra_key("cache_salt", cache_salt.encode())
+
+
+def media_key(content_sha256: str, offset_in_block: int) -> bytes:
+    """Extra key of an attachment that touches a block; its offset is relative to the block's start."""
+    return extra_key("media", bytes.fromhex(content_sha256), struct.pack("<q", offset_in_block))
+
+
+def request_extra_keys(adapter: Adapter | None, cache_salt: str) -> bytes:
+    """The extra keys of a prompt's first block."""
+    keys = b"" if adapter is None else adapter_key(adapter)
+    return keys + cache_salt_key(cache_salt) if cache_salt else keys
+
+
+def hash_block(parent_hash: bytes, token_ids: array[int], extra_keys: bytes = b"") -> bytes:
+    """Sha256 of a full block: parent (32 bytes), number of tokens, tokens as int32 LE, extra keys."""
+    tokens = np.frombuffer(token_ids, np.int32).astype("<i4", copy=False).tobytes()
+    return hashlib.sha256(parent_hash + struct.pack("<I", len(token_ids)) + tokens + extra_keys).digest()

@@ -1,0 +1,121 @@
+"""What happens to requests that come, are aborted, run out of time or lose their frontend."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Sequence
+
+from core_svc.inbox import Abort, resolve
+from core_svc.recent_ids import RecentIds
+from core_svc.request import Request, RequestStatus
+from core_svc.scheduler import Scheduler
+from pagewire.engine import AbortOutcome, AbortReason, EngineRequest
+from pagewire.errors import PagewireError
+
+
+class Intake:
+    """Applies adds, aborts and deadlines to the scheduler, on the engine thread.
+
+    An id is known while its request lives and for a while after it ended; adding a known id changes nothing. An abort
+    of an unknown id leaves a tombstone: the add that comes after it ends at once.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        config = scheduler.config
+        self._scheduler = scheduler
+        self._is_priority_policy = config.policy == "priority"
+        self._tombstones: RecentIds[AbortReason] = RecentIds(config.tombstone_ttl_s, config.max_tombstones)
+        self._deadlines: list[tuple[int, int, Request]] = []
+        self._num_arrivals = 0
+
+    def add(
+        self,
+        frontend_incarnation: str,
+        requests: Sequence[EngineRequest],
+        *,
+        max_model_len: int,
+        refusal: PagewireError | None = None,
+    ) -> None:
+        """Queues requests; with a refusal they end with it instead."""
+        now_ns = time.monotonic_ns()
+        for engine_request in requests:
+            key = (frontend_incarnation, engine_request.request_id)
+            if key in self._scheduler.requests or key in self._scheduler.ended:
+                continue
+            self._num_arrivals += 1
+            request = Request.from_engine_request(
+                engine_request,
+                frontend_incarnation,
+                max_model_len=max_model_len,
+                sequence=self._num_arrivals,
+                now_ns=now_ns,
+                is_priority_policy=self._is_priority_policy,
+            )
+            self._scheduler.add(request)
+            abort_reason = self._tombstones.pop(key)
+            if abort_reason is not None:
+                self._scheduler.finish([request], RequestStatus.FINISHED_ABORTED, abort_reason=abort_reason)
+            elif refusal is not None:
+                self.end_with_error([request], refusal)
+            elif request.deadline_ns is not None:
+                heapq.heappush(self._deadlines, (request.deadline_ns, self._num_arrivals, request))
+
+    def abort(self, message: Abort, *, is_in_order: bool) -> None:
+        """Ends the requests that are alive. Ids that are not wait for the ordered inbox: their add may be before them.
+
+        The future is resolved as soon as every id has its outcome.
+        """
+        for idx, request_id in enumerate(message.request_ids):
+            if idx in message.outcomes:
+                continue
+            key = (message.frontend_incarnation, request_id)
+            request = self._scheduler.requests.get(key)
+            if request is not None:
+                self._scheduler.finish([request], RequestStatus.FINISHED_ABORTED, abort_reason=message.reason)
+                message.outcomes[idx] = AbortOutcome.ABORTED
+            elif is_in_order and key in self._scheduler.ended:
+                message.outcomes[idx] = AbortOutcome.ALREADY_FINISHED
+            elif is_in_order:
+                self._tombstones.add(key, message.reason)
+                self._scheduler.stats.num_unknown_ids += 1
+                message.outcomes[idx] = AbortOutcome.NOT_FOUND
+        if message.is_done:
+            resolve(message.future, [message.outcomes[idx] for idx in range(len(message.request_ids))])
+
+    def abort_all(self, reason: AbortReason) -> int:
+        """Ends everything alive; returns how many requests that were."""
+        requests = list(self._scheduler.requests.values())
+        self._scheduler.finish(requests, RequestStatus.FINISHED_ABORTED, abort_reason=reason)
+        return len(requests)
+
+    def drop_frontend(self, frontend_incarnation: str, reason: AbortReason) -> None:
+        """Ends everything of a frontend and forgets what was to be published to it."""
+        requests = self._scheduler.of_frontend(frontend_incarnation)
+        self._scheduler.finish(requests, RequestStatus.FINISHED_ABORTED, abort_reason=reason)
+        self._scheduler.outputs.drop(frontend_incarnation)
+        self._scheduler.ended.forget_frontend(frontend_incarnation)
+        self._tombstones.forget_frontend(frontend_incarnation)
+
+    def end_with_error(self, requests: Sequence[Request], error: PagewireError) -> None:
+        """Ends requests with FinishReason.ERROR and the error's status code."""
+        self._scheduler.finish(
+            requests, RequestStatus.FINISHED_ERROR, error_code=error.code, error_message=error.message
+        )
+
+    def expire_deadlines(self) -> None:
+        """Ends the requests whose deadline has passed, wherever they are."""
+        now_ns = time.monotonic_ns()
+        late = []
+        while self._deadlines and self._deadlines[0][0] <= now_ns:
+            request = heapq.heappop(self._deadlines)[2]
+            if not request.status.is_finished:
+                late.append(request)
+        self._scheduler.finish(late, RequestStatus.FINISHED_DEADLINE)
+
+    @property
+    def next_deadline_ns(self) -> int | None:
+        """Monotonic time of the next deadline of a live request."""
+        while self._deadlines and self._deadlines[0][2].status.is_finished:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None

@@ -1,0 +1,137 @@
+"""Which KV blocks a request holds: prefix lookup, allocation, commit, release."""
+
+from __future__ import annotations
+
+from core_svc.block_hash import ROOT_HASH, hash_block
+from core_svc.block_pool import BlockPool, KVCacheBlock
+from core_svc.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from core_svc.request import Request
+
+_NO_BLOCKS: list[int] = []
+
+
+class KVCacheManager:
+    """The KV pool as the scheduler sees it. A failed allocation changes nothing.
+
+    A block gets its hash in `cache_blocks`, after the step that filled it was committed, never earlier.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_caching: bool = True, is_recording_events: bool = False
+    ) -> None:
+        self.block_size = block_size
+        self.enable_caching = enable_caching
+        self._is_recording_events = is_recording_events
+        self._events: list[KvEvent] = []
+        on_removed = (
+            (lambda block_hash: self._events.append(BlockRemoved((block_hash,)))) if is_recording_events else None
+        )
+        self.pool = BlockPool(num_blocks, on_removed)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Positions that one request alone can have KV for."""
+        return self.pool.num_usable_blocks * self.block_size
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many positions take."""
+        return -(-num_tokens // self.block_size)
+
+    def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
+        """The longest cached prefix of the request, in whole blocks.
+
+        It ends before the last token at the latest: that one is computed anew to sample from.
+        """
+        if not self.enable_caching:
+            return []
+        found = []
+        for idx in range(request.max_num_cached_tokens // self.block_size):
+            block = self.pool.get_cached_block(self._block_hash(request, idx))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def allocate_slots(self, request: Request, num_tokens: int) -> list[int] | None:
+        """Ids of the blocks added so that the first num_tokens positions have one; None if too few are free."""
+        num_new_blocks = -(-num_tokens // self.block_size) - len(request.blocks)
+        if num_new_blocks <= 0:
+            return _NO_BLOCKS
+        if num_new_blocks > self.pool.num_free_blocks:
+            return None
+        blocks = self.pool.get_new_blocks(num_new_blocks)
+        request.blocks.extend(blocks)
+        return [block.block_id for block in blocks]
+
+    def admit(
+        self, request: Request, computed_blocks: list[KVCacheBlock], num_tokens: int, num_promised_blocks: int
+    ) -> list[int] | None:
+        """Ids of the request's first blocks, cached ones included, for num_tokens positions.
+
+        None unless the whole sequence fits beside the blocks promised to prefills that are still under way.
+        """
+        num_from_free = self.num_blocks_for(request.num_tokens) - len(computed_blocks)
+        num_from_free += sum(block.ref_cnt == 0 for block in computed_blocks)
+        if num_from_free + num_promised_blocks > self.pool.num_free_blocks:
+            return None
+        self.pool.touch(computed_blocks)
+        request.blocks = list(computed_blocks)
+        request.num_cached_blocks = len(computed_blocks)
+        new_block_ids = self.allocate_slots(request, num_tokens)
+        assert new_block_ids is not None
+        return [block.block_id for block in computed_blocks] + new_block_ids
+
+    def num_missing_blocks(self, request: Request) -> int:
+        """Blocks that the request still needs for the tokens it has."""
+        return max(0, self.num_blocks_for(request.num_tokens) - len(request.blocks))
+
+    def cache_blocks(self, request: Request, num_committed_tokens: int) -> None:
+        """Makes the request's full blocks below num_committed_tokens findable."""
+        num_full_blocks = num_committed_tokens // self.block_size
+        first = request.num_cached_blocks
+        if not self.enable_caching or num_full_blocks <= first:
+            return
+        for idx in range(first, num_full_blocks):
+            is_new = self.pool.cache_block(request.blocks[idx], self._block_hash(request, idx))
+            if is_new and self._is_recording_events:
+                self._events.append(self._stored(request, idx))
+        request.num_cached_blocks = num_full_blocks
+
+    def free(self, request: Request) -> None:
+        """Gives back all blocks of the request."""
+        self.pool.free_blocks(request.blocks)
+        request.blocks = []
+        request.num_cached_blocks = 0
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every cached block; False, and nothing changes, while any block is in use."""
+        if not self.pool.reset():
+            return False
+        if self._is_recording_events:
+            self._events.append(AllBlocksCleared())
+        return True
+
+    def take_events(self) -> list[KvEvent]:
+        """The changes since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def _block_hash(self, request: Request, idx: int) -> bytes:
+        hashes = request.block_hashes
+        while len(hashes) <= idx:
+            start = len(hashes) * self.block_size
+            tokens = request.token_ids[start : start + self.block_size]
+            hashes.append(
+                hash_block(hashes[-1], tokens) if hashes else hash_block(ROOT_HASH, tokens, request.extra_keys)
+            )
+        return hashes[idx]
+
+    def _stored(self, request: Request, idx: int) -> BlockStored:
+        start = idx * self.block_size
+        return BlockStored(
+            block_hashes=(request.block_hashes[idx],),
+            parent_block_hash=request.block_hashes[idx - 1] if idx else b"",
+            token_ids=tuple(request.token_ids[start : start + self.block_size]),
+            block_size=self.block_size,
+            adapter=request.adapter,
+        )

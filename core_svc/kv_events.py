@@ -1,0 +1,36 @@
+"""Changes of the prefix cache, for routers that send a prompt where its prefix is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagewire.engine import Adapter
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStored:
+    """Blocks that a lookup can find from now on, in the order of their chain."""
+
+    block_hashes: tuple[bytes, ...]
+    """Sha256 of each block, 32 bytes."""
+    parent_block_hash: bytes
+    """Hash of the block before the first; empty at the start of a prompt."""
+    token_ids: tuple[int, ...]
+    """Tokens of all the blocks."""
+    block_size: int
+    adapter: Adapter | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRemoved:
+    """Hashes that no block holds any more."""
+
+    block_hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AllBlocksCleared:
+    """Nothing can be found any more."""
+
+
+KvEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -1,0 +1,192 @@
+"""The core's state of one request."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from core_svc.block_hash import request_extra_keys
+from core_svc.block_pool import KVCacheBlock
+from pagewire.columns import Int32Column
+from pagewire.engine import Adapter, EngineRequest, FinishReason, TraceContext
+from pagewire.plan import NewRequest
+from pagewire.sampling import SamplingParams
+
+RequestKey = tuple[str, int]
+"""(frontend incarnation, request id): what a request is called inside the core."""
+
+NO_SLOT = -1
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request is; everything from FINISHED_STOPPED on is terminal."""
+
+    WAITING = 0
+    RUNNING = 1
+    PREEMPTED = 2
+    FINISHED_STOPPED = 3
+    FINISHED_LENGTH_CAPPED = 4
+    FINISHED_ABORTED = 5
+    FINISHED_ERROR = 6
+    FINISHED_DEADLINE = 7
+
+    @property
+    def is_finished(self) -> bool:
+        return self >= RequestStatus.FINISHED_STOPPED
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """What the frontend is told. Raises KeyError for a request that is alive."""
+        return _FINISH_REASONS[self]
+
+
+_FINISH_REASONS = {
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+    RequestStatus.FINISHED_DEADLINE: FinishReason.DEADLINE,
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Tokens, progress and blocks of one request. Made by `Request.from_engine_request`.
+
+    It owes num_tokens + len(spec_token_ids) + num_output_placeholders - num_computed_tokens.
+    """
+
+    key: RequestKey
+    sampling_params: SamplingParams
+    token_ids: array[int]
+    """Prompt and output; int32."""
+    num_prompt_tokens: int
+    max_num_tokens: int
+    """Prompt and output at most, from max_tokens and the model's length."""
+    order: tuple[int, int, int]
+    """Place among all requests; smaller is served first and preempted last."""
+    queued_ns: int
+    """Monotonic, as all times here."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """Empty with ignore_eos."""
+    stop_token_ids: frozenset[int] = frozenset()
+    child_index: int = 0
+    adapter: Adapter | None = None
+    trace_context: TraceContext | None = None
+    extra_keys: bytes = b""
+    deadline_ns: int | None = None
+
+    status: RequestStatus = RequestStatus.WAITING
+    num_tokens: int = 0
+    num_computed_tokens: int = 0
+    """Positions with KV, counting those scheduled in a step that still runs."""
+    spec_token_ids: list[int] = field(default_factory=list)
+    """Drafts to verify in the next step."""
+    num_output_placeholders: int = 0
+    """Tokens that an in-flight step will sample; 0 while steps don't overlap."""
+    slot: int = NO_SLOT
+    admitted_step: int = 0
+    """Step in which the request got its slot; an older step's result is not for it."""
+    last_scheduled_step: int = 0
+    blocks: list[KVCacheBlock] = field(default_factory=list)
+    num_cached_blocks: int = 0
+    """Blocks, from the first on, that have a hash."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Of full blocks; grows as it is asked for and outlives preemption."""
+    next_prompt_logprob: int = 1
+    """First prompt position whose logprobs were not delivered."""
+    num_preemptions: int = 0
+    is_started: bool = False
+    """It was scheduled once, and its frontend was told."""
+    num_hit_tokens: int = 0
+    """Prompt tokens from the prefix cache at the first admission."""
+    scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+
+    @classmethod
+    def from_engine_request(
+        cls,
+        request: EngineRequest,
+        frontend_incarnation: str,
+        *,
+        max_model_len: int,
+        sequence: int,
+        now_ns: int,
+        is_priority_policy: bool = False,
+    ) -> Request:
+        """Takes over what a frontend sent. `sequence` counts arrivals at this core."""
+        params = request.sampling_params
+        token_ids = array("i")
+        for column in (request.prompt_token_ids, request.output_token_ids):
+            token_ids.frombytes(np.ascontiguousarray(column, np.int32).tobytes())
+        num_prompt_tokens = len(request.prompt_token_ids)
+        max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
+        return cls(
+            key=(frontend_incarnation, request.request_id),
+            sampling_params=params,
+            token_ids=token_ids,
+            num_prompt_tokens=num_prompt_tokens,
+            max_num_tokens=min(num_prompt_tokens + max_tokens, max_model_len),
+            order=(request.priority, request.arrival_time_ns, sequence) if is_priority_policy else (0, 0, sequence),
+            queued_ns=now_ns,
+            eos_token_ids=frozenset() if params.ignore_eos else frozenset(request.eos_token_ids),
+            stop_token_ids=frozenset(params.stop_token_ids),
+            child_index=request.child_index,
+            adapter=request.adapter,
+            trace_context=request.trace_context,
+            extra_keys=request_extra_keys(request.adapter, request.cache_salt),
+            deadline_ns=None if request.remaining_ms is None else now_ns + request.remaining_ms * 1_000_000,
+            num_tokens=len(token_ids),
+        )
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_tokens_with_spec(self) -> int:
+        return self.num_tokens + len(self.spec_token_ids) + self.num_output_placeholders
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it owes more than the one token of a decode, drafts aside."""
+        return self.num_tokens + self.num_output_placeholders - self.num_computed_tokens > 1
+
+    @property
+    def max_num_cached_tokens(self) -> int:
+        """Most tokens whose KV may come from the prefix cache.
+
+        Never the last one (something must be computed to sample from), and none whose computation still has to give
+        the logprobs of the prompt position after it.
+        """
+        if self.sampling_params.skip_reading_prefix_cache:
+            return 0
+        if self.sampling_params.prompt_logprobs is not None and self.next_prompt_logprob < self.num_prompt_tokens:
+            return self.next_prompt_logprob - 1
+        return self.num_tokens - 1
+
+    def append_token(self, token_id: int) -> None:
+        """Adds one output token."""
+        self.token_ids.append(token_id)
+        self.num_tokens += 1
+
+    def to_new_request(self) -> NewRequest:
+        """How a worker gets to know the request when it takes its slot, the first time or again."""
+        tokens: Int32Column = np.array(self.token_ids, np.int32)
+        return NewRequest(
+            slot=self.slot,
+            frontend_incarnation=self.key[0],
+            request_id=self.key[1],
+            token_ids=tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
+            sampling_params=self.sampling_params,
+            child_index=self.child_index,
+            eos_token_ids=tuple(sorted(self.eos_token_ids)),
+            adapter=self.adapter,
+            prompt_logprobs_start=self.next_prompt_logprob,
+            trace_context=self.trace_context,
+        )

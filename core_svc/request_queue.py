@@ -1,0 +1,51 @@
+"""The requests that wait, in the order in which they are served."""
+
+from __future__ import annotations
+
+import heapq
+
+from core_svc.request import Request
+
+_Entry = tuple[tuple[int, int, int], Request]
+
+
+class RequestQueue:
+    """A heap on `Request.order`.
+
+    The policy is the order, not the structure: under fcfs the order is the arrival at the core, so that a preempted
+    request comes back in front of everything that never ran; under priority it is (priority, arrival at the frontend,
+    arrival at the core). Requests that ended while they waited stay in the heap until they surface or outnumber the
+    living.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+        self._num_ended = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._num_ended
+
+    def push(self, request: Request) -> None:
+        """Adds a request. Orders are unique, they end in the arrival's sequence number."""
+        heapq.heappush(self._heap, (request.order, request))
+
+    def peek(self) -> Request | None:
+        """The next request, or None."""
+        while self._heap and self._heap[0][1].status.is_finished:
+            heapq.heappop(self._heap)
+            self._num_ended -= 1
+        return self._heap[0][1] if self._heap else None
+
+    def pop(self) -> Request:
+        """Takes the next request. Raises IndexError when there is none."""
+        if self.peek() is None:
+            raise IndexError("no request waits")
+        return heapq.heappop(self._heap)[1]
+
+    def note_ended(self) -> None:
+        """One of the requests in here ended."""
+        self._num_ended += 1
+        if self._num_ended * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if not entry[1].status.is_finished]
+            heapq.heapify(self._heap)
+            self._num_ended = 0
