@@ -1,0 +1,142 @@
+"""Fixtures of the frontend's tests: the real tokenizer of the default model, and small ones made on the spot."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from frontend_svc.chat_template import ChatTemplate
+from frontend_svc.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def smollm2_files() -> Mapping[str, bytes]:
+    """The tokenizer files that the worker exports for the default model.
+
+    PAGEWIRE_TEST_TOKENIZER names a directory with them, where it saves loading the model again.
+    """
+    directory = os.environ.get("PAGEWIRE_TEST_TOKENIZER")
+    if directory:
+        return {path.name: path.read_bytes() for path in Path(directory).iterdir() if path.is_file()}
+    from worker_svc.models.loader import load_model
+
+    return load_model("smollm2").tokenizer_files
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_files: Mapping[str, bytes]) -> Tokenizer:
+    return Tokenizer(smollm2_files)
+
+
+@pytest.fixture(scope="session")
+def smollm2_template(smollm2_files: Mapping[str, bytes], smollm2: Tokenizer) -> ChatTemplate:
+    return ChatTemplate(smollm2_files, smollm2)
+
+
+def sentencepiece_json(*, adds_bos: bool = True, strips: bool = True) -> dict[str, object]:
+    """A Llama-2-like tokenizer: BPE over ▁ with byte fallback, written out by hand."""
+    words = ["▁", "h", "e", "l", "o", "w", "r", "d", "é", "語", "lo", "he", "▁he", "▁w"]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocab = {name: i for i, name in enumerate(names)}
+    added = [
+        {
+            "id": vocab[name],
+            "content": name,
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        for name in ("<unk>", "<s>", "</s>")
+    ]
+    single: list[object] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    if adds_bos:
+        single.insert(0, {"SpecialToken": {"id": "<s>", "type_id": 0}})
+    decoders: list[object] = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if strips:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            ],
+        },
+        "pre_tokenizer": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [vocab["<s>"]], "tokens": ["<s>"]}},
+        },
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": "<unk>",
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocab,
+            "merges": [["l", "o"], ["h", "e"], ["▁", "he"], ["▁", "w"]],
+        },
+    }
+
+
+def wordpiece_json() -> dict[str, object]:
+    """A BERT-like tokenizer, whose decoder has no table of bytes."""
+    names = ["[UNK]", "hello", "world", "##s", "!", "un", "##happy"]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": None,
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": False},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": {name: i for i, name in enumerate(names)},
+        },
+    }
+
+
+def make_tokenizer(tokenizer_json: Mapping[str, object], config: Mapping[str, object] | None = None) -> Tokenizer:
+    return Tokenizer(
+        {"tokenizer.json": json.dumps(tokenizer_json).encode(), "tokenizer_config.json": json.dumps(config or {}).encode()}
+    )
+
+
+@pytest.fixture(scope="session")
+def sentencepiece() -> Tokenizer:
+    return make_tokenizer(sentencepiece_json(), {"bos_token": "<s>", "eos_token": {"content": "</s>"}})
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_without_strip() -> Tokenizer:
+    return make_tokenizer(sentencepiece_json(strips=False))
+
+
+@pytest.fixture(scope="session")
+def wordpiece() -> Tokenizer:
+    return make_tokenizer(wordpiece_json())
