@@ -130,7 +130,9 @@ class InputProcessor:
         if isinstance(prompt, str):
             ids = self._encode(prompt, "text", add_special_tokens is not False)
             return self._check_prompt(ids, "text")
-        return self._check_token_ids(prompt)
+        ids = self._check_prompt(prompt, "token_ids")
+        self.check_vocabulary(ids, "token_ids.ids")
+        return ids
 
     def render(self, conversation: Conversation) -> str:
         """The conversation's text. Raises InvalidArgumentError where the template refuses it."""
@@ -160,15 +162,20 @@ class InputProcessor:
             raise InvalidArgumentError([violation(path, f"{len(ids)} tokens", limit)])
         return list(ids)
 
-    def _check_token_ids(self, ids: Sequence[int]) -> list[int]:
-        checked = self._check_prompt(ids, "token_ids")
+    def encode_any(self, prompt: str | Conversation, add_special_tokens: bool | None = None) -> list[int]:
+        """Token ids of a text or conversation of any length that could fit the model."""
+        if isinstance(prompt, Conversation):
+            return self._encode(self.render(prompt), "conversation", add_special_tokens is True)
+        return self._encode(prompt, "text", add_special_tokens is not False)
+
+    def check_vocabulary(self, token_ids: Sequence[int], path: str = "token_ids") -> None:
+        """Raises InvalidArgumentError for the first id that is not in the vocabulary."""
         vocab_size = self.info.model.vocab_size
-        for i, token_id in enumerate(checked):
+        for i, token_id in enumerate(token_ids):
             if not 0 <= token_id < vocab_size:
                 raise InvalidArgumentError(
-                    [violation(f"token_ids.ids[{i}]", token_id, f"token ids must be in [0, {vocab_size})")]
+                    [violation(f"{path}[{i}]", token_id, f"token ids must be in [0, {vocab_size})")]
                 )
-        return checked
 
     def resolve(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
         """Parameters as the core takes them: seed drawn, max_tokens set, bad words as token ids, no stop strings."""
