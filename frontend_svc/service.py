@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -141,7 +141,7 @@ class TextService:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: TextRequest) -> AsyncIterator[RequestOutput]:
+    async def generate(self, request: TextRequest) -> AsyncGenerator[RequestOutput, None]:
         """Completes a prompt or answers a conversation.
 
         Yields outputs by the request's output_kind; the last has `finished` and `usage` set.

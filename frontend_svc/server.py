@@ -1,0 +1,181 @@
+"""FrontendService over gRPC: messages to the text service and back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+
+from frontend_svc import wire
+from frontend_svc.core_client import GrpcCoreClient
+from frontend_svc.engine_client import EngineCoreClient
+from frontend_svc.service import TextService
+from frontend_svc.settings import FrontendSettings
+from pagewire.engine import TraceContext
+from pagewire.errors import InvalidArgumentError, violation
+from pagewire.runtime.lifetime import new_incarnation
+from pagewire.runtime.ready import print_ready
+from pagewire.runtime.server import GrpcServer, wait_for_signal
+from pagewire.v1 import frontend_pb2 as pb
+from pagewire.v1 import frontend_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "pagewire.v1.FrontendService"
+SHUTDOWN_MARGIN_S = 2.0
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def _remaining_s(context: Context) -> float | None:
+    """Time until the caller's deadline; None where it set none (gRPC then says a very large number or None)."""
+    remaining = context.time_remaining()
+    return None if remaining is None or remaining > 10 * 365 * 86400 else max(0.0, remaining)
+
+
+def _trace_context(context: Context) -> TraceContext | None:
+    found = {key: value for key, value in context.invocation_metadata() or () if key in ("traceparent", "tracestate")}
+    parent = found.get("traceparent")
+    if not isinstance(parent, str):
+        return None
+    return TraceContext(parent, str(found.get("tracestate", "")))
+
+
+class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
+    """The service. Errors leave as PagewireErrors; the server's interceptor makes statuses of them."""
+
+    def __init__(self, service: TextService) -> None:
+        self._service = service
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """Streams; a cancelled call ends the request in the core."""
+        text_request = wire.text_request_from_generate(request, _remaining_s(context), _trace_context(context))
+        async with contextlib.aclosing(self._service.generate(text_request)) as outputs:
+            async for output in outputs:
+                yield wire.fill_response(pb.GenerateResponse(), output)
+
+    async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
+        """Streams; a cancelled call ends the request in the core."""
+        text_request = wire.text_request_from_chat(request, _remaining_s(context), _trace_context(context))
+        async with contextlib.aclosing(self._service.generate(text_request)) as outputs:
+            async for output in outputs:
+                yield wire.fill_response(pb.ChatResponse(), output)
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        """UNIMPLEMENTED: no pooling model is served."""
+        self._service.embed(request.model)
+        return pb.EmbedResponse()
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """Ids of a text or a conversation."""
+        match request.WhichOneof("input"):
+            case "text":
+                prompt: Any = request.text
+            case "conversation":
+                prompt = wire.conversation_from_tokenize(request.conversation)
+            case _:
+                raise InvalidArgumentError([violation("input", None, "one of text and conversation must be set")])
+        ids, texts, max_model_len = await self._service.tokenize(
+            prompt,
+            model=request.model,
+            add_special_tokens=request.add_special_tokens if request.HasField("add_special_tokens") else None,
+            returns_token_strings=request.return_token_strings,
+        )
+        return pb.TokenizeResponse(token_ids=ids, token_strings=texts, max_model_len=max_model_len)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """Text of ids."""
+        text = await self._service.detokenize(
+            list(request.token_ids), model=request.model, skip_special_tokens=request.skip_special_tokens
+        )
+        return pb.DetokenizeResponse(text=text)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        """One outcome per id."""
+        return wire.abort_response(request.request_ids, self._service.abort(list(request.request_ids)))
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        """The model."""
+        return pb.GetModelResponse(model=wire.served_model_to_proto(self._service.served_model(request.model)))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+        """All one of them."""
+        return pb.ListModelsResponse(models=[wire.served_model_to_proto(self._service.served_model())])
+
+
+class FrontendServer:
+    """A frontend: the gRPC server and the text service behind it, started and stopped together."""
+
+    def __init__(self, service: TextService, server: GrpcServer) -> None:
+        self.service = service
+        self.server = server
+        self._task: asyncio.Task[None] | None = None
+        frontend_pb2_grpc.add_FrontendServiceServicer_to_server(FrontendServicer(service), server.aio)
+
+    async def start(self) -> int:
+        """Listens and begins to look for the core; returns the port."""
+        port = await self.server.start()
+        self._task = asyncio.get_running_loop().create_task(self.service.run())
+        return port
+
+    async def wait_stopped(self) -> None:
+        """Waits until the service fails, which it only does by a fault of its own."""
+        assert self._task is not None
+        await asyncio.shield(self._task)
+
+    async def stop(self, grace_s: float) -> None:
+        """Not ready, no new calls; running ones may end for `grace_s` seconds, the rest ends with UNAVAILABLE."""
+        server_stop = asyncio.create_task(self.server.drain(grace_s + SHUTDOWN_MARGIN_S))
+        await self.service.drain(grace_s)
+        await server_stop
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        self.service.close()
+
+
+async def serve(settings: FrontendSettings) -> int:
+    """Runs a frontend until SIGINT or SIGTERM, then drains. Returns the exit status."""
+    incarnation = new_incarnation()
+    server = GrpcServer(
+        [SERVICE_NAME],
+        host=settings.host,
+        port=settings.port,
+        tls=settings.tls,
+        max_message_bytes=settings.max_message_bytes,
+    )
+
+    async def connect() -> EngineCoreClient:
+        # A new incarnation for every connection: what an old one left at the core ends with its lease.
+        return await GrpcCoreClient.connect(
+            settings.core, new_incarnation(), settings.tls, max_message_bytes=settings.max_message_bytes
+        )
+
+    has_printed = False
+
+    async def on_ready(is_ready: bool) -> None:
+        nonlocal has_printed
+        await server.set_ready(is_ready)
+        if is_ready and not has_printed:
+            has_printed = True
+            print_ready("frontend", settings.host, server.port, incarnation)
+
+    service = TextService(connect, max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready)
+    frontend = FrontendServer(service, server)
+    port = await frontend.start()
+    log.info("listening on %s:%d, core at %s", settings.host, port, settings.core)
+    signal_task = asyncio.create_task(wait_for_signal())
+    failure_task = asyncio.create_task(frontend.wait_stopped())
+    await asyncio.wait([signal_task, failure_task], return_when=asyncio.FIRST_COMPLETED)
+    if failure_task.done():
+        log.critical("the service failed", exc_info=failure_task.exception())
+        await server.drain(0)
+        return 1
+    log.info("%s: draining for up to %g s", signal_task.result().name, settings.drain_s)
+    failure_task.cancel()
+    await frontend.stop(settings.drain_s)
+    return 0
