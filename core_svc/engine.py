@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from core_svc.config import EngineConfig
 from core_svc.executor import CacheInfo, CacheSpec, Executor
@@ -66,6 +66,7 @@ class InFlight:
 
     step: ScheduledStep
     future: Future[StepResult]
+    submitted_ns: int
 
 
 class EngineCore:
@@ -306,8 +307,9 @@ class EngineCore:
     def _execute(self, step: ScheduledStep | None) -> InFlight | None:
         if step is None:
             return None
+        submitted_ns = time.monotonic_ns()
         try:
-            return InFlight(step, self._executor.submit(step.plan))
+            return InFlight(step, self._executor.submit(step.plan), submitted_ns)
         except Exception as error:
             self._fail_step(step, error)
             return None
@@ -316,7 +318,7 @@ class EngineCore:
         """Waits for the step's result, drains the aborts that came meanwhile, and commits."""
         if in_flight is None:
             return
-        step, started_ns = in_flight.step, time.monotonic_ns()
+        step = in_flight.step
         try:
             result = self._await(in_flight.future)
         except Exception as error:
@@ -326,7 +328,7 @@ class EngineCore:
         self._receive_aborts()
         self.scheduler.update(step, result)
         self._utilities.answer_pauses()
-        self.scheduler.stats.execute_s += (executed_ns - started_ns) / 1e9
+        self.scheduler.stats.execute_s += (executed_ns - in_flight.submitted_ns) / 1e9
         self.scheduler.stats.update_s += (time.monotonic_ns() - executed_ns) / 1e9
         if self.config.log_requests:
             log_step(step)
@@ -335,7 +337,8 @@ class EngineCore:
         """The step's result; raises what it failed with, or what `fail` was told while it ran."""
         lost = self._lost
         if not future.done():
-            wait((future, lost), return_when=FIRST_COMPLETED)
+            futures: tuple[Future[Any], ...] = (future, lost)
+            wait(futures, return_when=FIRST_COMPLETED)
         if not future.done():
             raise lost.result()
         return future.result()
@@ -384,8 +387,9 @@ class EngineCore:
         error = UnavailableError("the core has shut down", reason="SHUTTING_DOWN")
         self._utilities.cancel_pauses(error)
         for message in messages:
-            if isinstance(message, Abort | Utility | ResumeWith):
-                reject(message.future, error)
+            match message:
+                case Abort(future=future) | Utility(future=future) | ResumeWith(future=future):
+                    reject(future, error)
 
     # --- for utilities ---
 

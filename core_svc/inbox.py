@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from core_svc.executor import CacheInfo
 from pagewire.engine import AbortOutcome, AbortReason, Command, CommandResult, EngineRequest
@@ -133,7 +133,7 @@ def resolve(future: Future[T], result: T) -> None:
         future.set_result(result)
 
 
-def reject(future: Future[T], error: BaseException) -> None:
+def reject(future: Future[Any], error: BaseException) -> None:
     """Sets a future's exception unless its owner gave it up."""
     if not future.done() and future.set_running_or_notify_cancel():
         future.set_exception(error)
