@@ -1,0 +1,203 @@
+"""Loads a model: finds its files, picks the native decoder or the generic path, and exports its tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from pagewire.engine import ModelInfo
+from pagewire.errors import InvalidArgumentError, violation
+from worker_svc.models import sources, tokenizer_files, weights
+from worker_svc.models.decoder_config import DecoderConfig, decoder_config
+from worker_svc.models.generic import GenericModel
+from worker_svc.models.interface import Model
+from worker_svc.models.limits import check_quantization, choose_dtype, choose_max_model_len, dtype_name
+from worker_svc.models.native import Decoder
+from worker_svc.models.rope import rope_tables
+from worker_svc.models.sources import ModelFiles
+
+OnProgress = Callable[[str, float], None]
+LOAD_FORMATS = ("", "safetensors", "gguf", "dummy")
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model, what it is, and its tokenizer's files by name."""
+
+    model: Model
+    info: ModelInfo
+    tokenizer_files: dict[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Everything that is decided before weights are read."""
+
+    files: ModelFiles
+    config: Any
+    architecture: str
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int
+    is_dummy: bool
+    native: DecoderConfig | None
+
+
+def load_model(
+    source: str,
+    *,
+    revision: str = "",
+    dtype: str = "",
+    device: str = "cpu",
+    quantization: str = "",
+    max_model_len: int = 0,
+    force_generic: bool = False,
+    load_format: str = "",
+    on_progress: OnProgress | None = None,
+) -> LoadedModel:
+    """Loads an alias, a local Hugging Face directory, a local GGUF file or a hub id.
+
+    Empty dtype: see choose_dtype. max_model_len 0: the model's limit. load_format "dummy" makes random weights, the
+    same in every process. on_progress receives a stage for humans and the part done, 0 to 1.
+    Raises NotFoundError, UnavailableError (hub out of reach) and InvalidArgumentError (broken files; an architecture,
+    type or quantization that is not supported; the field is named).
+    """
+    progress = on_progress or (lambda stage, fraction: None)
+    with _quiet_transformers(), weights.shared_gguf_reader():
+        progress("finding the model", 0.0)
+        plan = _plan(source, revision, dtype, device, quantization, max_model_len, force_generic, load_format)
+        stage = f"loading {plan.architecture} in {dtype_name(plan.dtype)}"
+
+        def on_fraction(fraction: float) -> None:
+            progress(stage, 0.05 + 0.85 * fraction)
+
+        on_fraction(0.0)
+        model = _native(plan, plan.native, on_fraction) if plan.native else _generic(plan, on_fraction)
+        progress("exporting the tokenizer", 0.9)
+        loaded = _describe(plan, model)
+    progress("ready", 1.0)
+    return loaded
+
+
+def _plan(
+    source: str,
+    revision: str,
+    dtype: str,
+    device: str,
+    quantization: str,
+    max_model_len: int,
+    force_generic: bool,
+    load_format: str,
+) -> _Plan:
+    if load_format not in LOAD_FORMATS:
+        known = ", ".join(filter(None, LOAD_FORMATS))
+        raise InvalidArgumentError([violation("load_format", load_format, f"must be empty or one of {known}")])
+    files = sources.locate(source, revision)
+    is_dummy = load_format == "dummy"
+    if not is_dummy:
+        weights.check_has_weights(files)
+        found = "gguf" if files.gguf_file else "safetensors"
+        if load_format and load_format != found:
+            raise InvalidArgumentError([violation("load_format", load_format, f"{files.name} has {found} weights")])
+    config = sources.read_config(files)
+    architecture = sources.architecture_of(config)
+    check_quantization(quantization, config, architecture)
+    torch_device = torch.device(device)
+    return _Plan(
+        files=files,
+        config=config,
+        architecture=architecture,
+        dtype=choose_dtype(dtype, config, device=torch_device, is_gguf=bool(files.gguf_file)),
+        device=torch_device,
+        max_model_len=choose_max_model_len(max_model_len, config),
+        is_dummy=is_dummy,
+        native=None if force_generic else decoder_config(architecture, config),
+    )
+
+
+def _native(plan: _Plan, config: DecoderConfig, on_fraction: weights.OnFraction) -> Decoder:
+    tables = rope_tables(plan.config, plan.max_model_len, plan.dtype)
+    decoder = Decoder(config, tables, dtype=plan.dtype, device=plan.device)
+    views = decoder.checkpoint_views()
+    if plan.is_dummy:
+        weights.fill_with_random(views.items())
+    else:
+        weights.fill_from_files(views, plan.files, plan.config, is_tied=config.is_tied, on_fraction=on_fraction)
+    return decoder
+
+
+def _generic(plan: _Plan, on_fraction: weights.OnFraction) -> GenericModel:
+    try:
+        if plan.is_dummy:
+            model = AutoModelForCausalLM.from_config(plan.config, dtype=plan.dtype)
+            named = {id(p): (name, p) for name, p in model.named_parameters()}
+            weights.fill_with_random((name, p.data) for name, p in named.values())
+        else:
+            model = _read_generic(plan, on_fraction)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise InvalidArgumentError(
+            [violation("model", str(plan.files.path), f"transformers can't load it: {error}")],
+            reason="BAD_MODEL_FILES",
+        ) from error
+    return GenericModel(model.to(plan.device), plan.architecture)
+
+
+def _read_generic(plan: _Plan, on_fraction: weights.OnFraction) -> Any:
+    with weights.gguf_progress(on_fraction):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            plan.files.directory, dtype=plan.dtype, output_loading_info=True, **plan.files.load_args()
+        )
+    model, report = loaded
+    # transformers fills what is missing with random numbers and says so in a log line only.
+    for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if found := report.get(problem):
+            raise ValueError(f"{problem.replace('_', ' ')}: {min(str(key) for key in found)} and {len(found) - 1} more")
+    return model
+
+
+def _describe(plan: _Plan, model: Model) -> LoadedModel:
+    tokenizer = tokenizer_files.load_tokenizer(plan.files)
+    generation = tokenizer_files.read_generation_config(plan.files, plan.config)
+    exported = tokenizer_files.export_tokenizer(tokenizer) if tokenizer is not None else {}
+    exported["generation_config.json"] = tokenizer_files.export_generation_config(generation)
+    module = model if isinstance(model, Decoder) else model.module  # type: ignore[attr-defined]
+    num_parameters, num_bytes = weights.count(module.parameters())
+    paths = [] if plan.is_dummy else plan.files.weight_paths()
+    info = ModelInfo(
+        model=plan.files.name,
+        architecture=plan.architecture,
+        dtype=dtype_name(plan.dtype),
+        kv_cache_dtype=dtype_name(plan.dtype),
+        tokenizer_sha256=tokenizer_files.files_sha256(exported),
+        weights_id=sources.weights_id(plan.config, paths),
+        vocab_size=model.vocab_size,
+        max_model_len=plan.max_model_len,
+        eos_token_ids=tokenizer_files.eos_token_ids(generation, plan.config, tokenizer),
+        revision=plan.files.revision,
+        num_parameters=num_parameters,
+        weights_bytes=num_bytes,
+        num_layers=len(model.kv_cache_specs()),
+        is_native=isinstance(model, Decoder),
+    )
+    return LoadedModel(model, info, exported)
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and no advice on standard error: our caller reports progress."""
+    logging = transformers.utils.logging
+    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()

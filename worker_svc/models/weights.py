@@ -1,0 +1,143 @@
+"""Fills a native decoder from safetensors, from GGUF, or with random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import gguf
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
+
+from pagewire.errors import InvalidArgumentError, NotFoundError, violation
+from worker_svc.models.sources import ModelFiles
+
+OnFraction = Callable[[float], None]
+DUMMY_STD = 0.02
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+def fill_from_files(
+    views: dict[str, torch.Tensor], files: ModelFiles, config: Any, *, is_tied: bool, on_fraction: OnFraction
+) -> None:
+    """Copies every tensor of a checkpoint to its view.
+
+    Raises InvalidArgumentError naming the file for tensors that are missing, unknown or of another shape.
+    """
+    tensors = _gguf_tensors(files, config, on_fraction) if files.gguf_file else _safetensors(files)
+    missing = set(views)
+    for name, tensor in tensors:
+        view = views.get(name)
+        if view is None:
+            if name.endswith(_IGNORED_SUFFIXES) or (is_tied and name == "lm_head.weight"):
+                continue
+            raise _bad(files, f"has a tensor {name} that the architecture does not know")
+        if view.shape != tensor.shape:
+            raise _bad(files, f"{name} has shape {tuple(tensor.shape)}, the configuration says {tuple(view.shape)}")
+        view.copy_(tensor)
+        missing.discard(name)
+        on_fraction(1 - len(missing) / len(views))
+    if missing:
+        raise _bad(files, f"{len(missing)} of {len(views)} tensors are missing, the first is {min(missing)}")
+
+
+def fill_with_random(views: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """The same random weights in every process: norms 1, biases 0, the others normal."""
+    generator = torch.Generator().manual_seed(0)
+    for name, view in views:
+        if name.endswith("bias"):
+            view.zero_()
+        elif view.dim() == 1:
+            view.fill_(1)
+        else:
+            view.copy_(torch.randn(view.shape, generator=generator) * DUMMY_STD)
+
+
+def check_has_weights(files: ModelFiles) -> None:
+    """Raises NotFoundError where a directory has no weights that can be read."""
+    if not files.weight_paths():
+        others = sorted(path.name for path in files.directory.glob("*.bin"))
+        hint = f"; {others[0]} is a pickle, convert it to safetensors" if others else ""
+        raise NotFoundError(
+            f"model {str(files.directory)!r} has no weights: there is no model.safetensors and no "
+            f"model.safetensors.index.json{hint}",
+            reason="MODEL_WEIGHTS_NOT_FOUND",
+        )
+
+
+def _safetensors(files: ModelFiles) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in files.weight_paths():
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (not a mapping)
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise InvalidArgumentError(
+                [violation("model", str(path), f"can't be read: {error}")], reason="BAD_MODEL_FILES"
+            ) from error
+
+
+def _gguf_tensors(files: ModelFiles, config: Any, on_fraction: OnFraction) -> Iterator[tuple[str, torch.Tensor]]:
+    """Dequantized by transformers, which wants a model to know the tensors' names; one without memory will do."""
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    with gguf_progress(on_fraction):
+        loaded = modeling_gguf_pytorch_utils.load_gguf_checkpoint(
+            str(files.path), return_tensors=True, model_to_load=skeleton
+        )
+    tensors: dict[str, torch.Tensor] = loaded["tensors"]
+    for name in list(tensors):
+        yield name, tensors.pop(name)
+
+
+@contextlib.contextmanager
+def gguf_progress(on_fraction: OnFraction) -> Iterator[None]:
+    """Turns the progress bar that transformers draws while it dequantizes into calls of `on_fraction`."""
+
+    def report(items: Any, **_: Any) -> Iterator[Any]:
+        total = max(1, len(items))
+        for i, item in enumerate(items):
+            on_fraction(i / total)
+            yield item
+
+    names = vars(modeling_gguf_pytorch_utils)
+    drawn, names["tqdm"] = names["tqdm"], report
+    try:
+        yield
+    finally:
+        names["tqdm"] = drawn
+
+
+@contextlib.contextmanager
+def shared_gguf_reader() -> Iterator[None]:
+    """Within it, a GGUF file is parsed once: transformers opens it anew for the configuration and for the weights.
+
+    Parsing the vocabulary takes seconds each time.
+    """
+    made: dict[str, Any] = {}
+    names = vars(gguf)
+    opened = names["GGUFReader"]
+
+    def open_once(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(path) not in made:
+            made[str(path)] = opened(path, *args, **kwargs)
+        return made[str(path)]
+
+    names["GGUFReader"] = open_once
+    try:
+        yield
+    finally:
+        names["GGUFReader"] = opened
+
+
+def count(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """Number of parameters and bytes, each memory counted once."""
+    distinct = {t.data_ptr() if t.device.type != "meta" else id(t): t for t in tensors}.values()
+    return sum(math.prod(t.shape) for t in distinct), sum(t.numel() * t.element_size() for t in distinct)
+
+
+def _bad(files: ModelFiles, problem: str) -> InvalidArgumentError:
+    return InvalidArgumentError([violation("model", str(files.path), problem)], reason="BAD_MODEL_FILES")
