@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagewire.errors import NotFoundError, PagewireError, UnavailableError
-
 from worker_svc.model_files import check_model_dir, check_model_file
 
 _COPY_BYTES = 1 << 20

@@ -75,6 +75,20 @@ class StepPlan:
 
 
 @dataclass(slots=True)
+class GrammarMask:
+    """Which tokens the grammars allow at the sampled positions of a step; the mirror of worker.proto's GrammarMask."""
+
+    epoch: int
+    step: int
+    slots: Int32Column
+    """Slots that have a grammar."""
+    num_mask_rows: Int32Column
+    """Mask rows per slot: as many as the slot's row samples."""
+    mask: Int32Column
+    """Bit masks, ceil(vocabulary / 32) words per mask row, bit 0 of word 0 is token 0."""
+
+
+@dataclass(slots=True)
 class Timings:
     """Where a step's time went on the worker, in nanoseconds."""
 

@@ -1,0 +1,104 @@
+"""The KV pool: how many blocks a memory budget buys, and their tensors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagewire.errors import InvalidArgumentError, ResourceExhaustedError, UnimplementedError, violation
+from worker_svc.memory import available_bytes, default_kv_budget_bytes
+from worker_svc.models.interface import KvCaches, KvCacheSpec
+
+logger = logging.getLogger(__name__)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class CountingKvCaches(KvCaches):  # type: ignore[misc, valid-type]
+    """The pool as the model sees it: every layer fetches its own entry, which counts as progress within a step."""
+
+    num_reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_reads += 1
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(len(self)):
+            yield self[i]
+
+
+@dataclass(slots=True)
+class KvPool:
+    """An allocated pool."""
+
+    caches: CountingKvCaches
+    num_blocks: int
+    """The null block 0 too."""
+    block_size: int
+    bytes_per_block: int
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+
+def allocate_pool(
+    specs: list[KvCacheSpec],
+    *,
+    block_size: int,
+    num_blocks: int,
+    memory_bytes: int,
+    dtype: str,
+    device: torch.device,
+    most_blocks: int,
+) -> KvPool:
+    """Allocates a pool of `num_blocks`, or of as many as `memory_bytes` (0: the default budget) buys.
+
+    most_blocks: more than all slots could ever use, not taken from a budget. Raises InvalidArgumentError where the
+    budget is below one usable block, ResourceExhaustedError where the memory is not there.
+    """
+    if dtype not in DTYPES:
+        raise UnimplementedError(f"kv_cache_dtype {dtype!r} is not served by this build: {', '.join(DTYPES)} are")
+    elements = sum(2 * block_size * spec.num_kv_heads * spec.head_size for spec in specs)
+    bytes_per_block = elements * DTYPES[dtype].itemsize
+    if num_blocks == 0:
+        budget = memory_bytes or default_kv_budget_bytes(device)
+        num_blocks = min(budget // bytes_per_block, most_blocks)
+        if num_blocks < 2:
+            limit = f"must hold the null block and one more, {2 * bytes_per_block} bytes at block_size {block_size}"
+            raise InvalidArgumentError([violation("memory_bytes", budget, limit)])
+    elif num_blocks < 2:
+        raise InvalidArgumentError([violation("num_blocks", num_blocks, "must be at least 2: block 0 is null")])
+    needed, available = num_blocks * bytes_per_block, available_bytes(device)
+    if needed > available:
+        raise ResourceExhaustedError(
+            f"a KV pool of {num_blocks} blocks needs {needed} bytes, {available} are available: "
+            "lower num_blocks or the memory budget (--kv-cache-memory)",
+            reason="NOT_ENOUGH_MEMORY",
+        )
+    caches = CountingKvCaches()
+    for spec in specs:
+        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_size)
+        # Zeros, not empty memory: a masked position is multiplied by 0, and 0 * NaN would be NaN.
+        caches.append(
+            (
+                torch.zeros(shape, dtype=DTYPES[dtype], device=device),
+                torch.zeros(shape, dtype=DTYPES[dtype], device=device),
+            )
+        )
+    pool = KvPool(caches, num_blocks, block_size, bytes_per_block, dtype)
+    logger.info(
+        "KV pool: %d blocks of %d tokens (%d tokens besides the null block), %.1f MiB in %s on %s",
+        num_blocks,
+        block_size,
+        (num_blocks - 1) * block_size,
+        pool.num_bytes / 2**20,
+        dtype,
+        device,
+    )
+    return pool

@@ -1,0 +1,56 @@
+"""How much memory there is: this machine's, this container's, a GPU's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+# cgroup version 2, then version 1: limit and use.
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+DEFAULT_CPU_BUDGET_BYTES = 2 << 30
+_CPU_SHARE, _CUDA_SHARE = 0.25, 0.9
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that can still be taken: of the GPU, or of the host within the limit of its container."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = [_host_available_bytes()]
+    for limit_file, usage_file in _CGROUPS:
+        limit, usage = _read_int(limit_file), _read_int(usage_file)
+        if limit is not None and usage is not None:
+            found.append(max(limit - usage, 0))
+    return min(found)
+
+
+def default_kv_budget_bytes(device: torch.device) -> int:
+    """The KV pool's share where nobody said: 90 % of what a GPU has free; on a CPU 2 GiB, at most a quarter."""
+    available = available_bytes(device)
+    if device.type == "cuda":
+        return int(available * _CUDA_SHARE)
+    return min(DEFAULT_CPU_BUDGET_BYTES, int(available * _CPU_SHARE))
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _host_available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _read_int(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return None  # no such file, or "max"

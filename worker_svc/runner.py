@@ -1,0 +1,207 @@
+"""Executes plans on one model, one KV pool and one batch: update -> forward -> sample -> commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+import kernels
+from pagewire.columns import EMPTY_INT32
+from pagewire.engine import LogprobColumns
+from pagewire.errors import InternalError, InvalidArgumentError, PagewireError, violation
+from pagewire.plan import GrammarMask, StepPlan, StepResult, Timings
+from worker_svc.batch import Batch, Rows
+from worker_svc.inputs import build_inputs
+from worker_svc.kv_pool import KvPool
+from worker_svc.models.interface import ForwardBatch, Model
+from worker_svc.sampler import NOT_NUMBERS, Sampled, logprob_columns, sample_rows, sampled_positions
+
+logger = logging.getLogger(__name__)
+MAX_LOGPROB_BYTES = 48 << 20
+"""Most bytes of log-probabilities in one result; the transport's message limit is 64 MiB."""
+_LOGITS_SLICE = 64
+"""Prompt positions whose logits exist at the same time: a whole chunk's would take gigabytes."""
+
+AwaitGrammarMask = Callable[[], GrammarMask]
+
+
+class ModelRunner:
+    """All methods belong to one thread. `num_progress` may be read from any."""
+
+    def __init__(self, model: Model, pool: KvPool, batch: Batch) -> None:
+        self.model = model
+        self.pool = pool
+        self.batch = batch
+        self._num_phases = 0
+
+    @property
+    def num_progress(self) -> int:
+        """Changes whenever a step gets on: with each phase, and with each layer of the model."""
+        return self._num_phases + self.pool.caches.num_reads
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan, await_grammar_mask: AwaitGrammarMask | None = None) -> StepResult:
+        """Runs one step.
+
+        Raises InvalidArgumentError for a plan that is wrong and InternalError for a computation that fails; the batch
+        is as before then. A row that fails by itself is in the result's errors.
+        """
+        start_ns = time.monotonic_ns()
+        rows, undo = self.batch.apply(plan)
+        try:
+            return self._run(plan, rows, await_grammar_mask, start_ns)
+        except PagewireError:
+            undo()
+            raise
+        except Exception as error:
+            undo()
+            logger.exception("step %d failed", plan.step)
+            raise InternalError(f"{type(error).__name__}: {error}") from error
+
+    def _run(
+        self, plan: StepPlan, rows: Rows, await_grammar_mask: AwaitGrammarMask | None, start_ns: int
+    ) -> StepResult:
+        self._move_blocks(plan)
+        result = StepResult(plan.epoch, plan.step, EMPTY_INT32, EMPTY_INT32, EMPTY_INT32)
+        result.errors = self._known_errors(plan)
+        if not len(rows):
+            result.timings = Timings(prepare_ns=time.monotonic_ns() - start_ns)
+            return result
+        inputs = build_inputs(self.batch, rows, self.model.device)
+        self._num_phases += 1
+        prepared_ns = time.monotonic_ns()
+        hidden = self.model.forward(inputs, self.pool.caches)
+        self._num_phases += 1
+        forward_ns = time.monotonic_ns()
+        result.prompt_logprobs, errors, max_bytes = self._prompt_logprobs(rows, inputs, hidden)
+        mask = self._grammar_mask(plan, rows, await_grammar_mask)
+        sampled = self._sample(rows, inputs, hidden, mask, max_bytes)
+        self._commit(rows, sampled, errors, result)
+        result.timings = Timings(
+            prepare_ns=prepared_ns - start_ns,
+            forward_ns=forward_ns - prepared_ns,
+            sample_ns=time.monotonic_ns() - forward_ns,
+        )
+        return result
+
+    def _known_errors(self, plan: StepPlan) -> dict[int, str]:
+        """Rows that are skipped because their request failed before, or was wrong from the start."""
+        failed = plan.slots[self.batch.is_failed[plan.slots]]
+        new = [request.slot for request in plan.new_requests if self.batch.is_failed[request.slot]]
+        return {slot: self.batch.request(slot).error for slot in {*failed.tolist(), *new}}
+
+    def _move_blocks(self, plan: StepPlan) -> None:
+        device = self.model.device
+        copies = [
+            torch.from_numpy(ids.astype(np.int64)).to(device) for ids in (plan.copy_sources, plan.copy_destinations)
+        ]
+        zeros = torch.from_numpy(plan.zero_block_ids.astype(np.int64)).to(device)
+        for key_cache, value_cache in list.__iter__(self.pool.caches):
+            if len(plan.copy_sources):
+                kernels.copy_blocks(key_cache, value_cache, sources, destinations)
+            if len(plan.zero_block_ids):
+                kernels.zero_blocks(key_cache, value_cache, zeros)
+
+    def _sample(
+        self, rows: Rows, inputs: ForwardBatch, hidden: torch.Tensor, mask: GrammarMask | None, max_bytes: int
+    ) -> Sampled:
+        positions = sampled_positions(self.batch, rows)
+        if not len(positions):
+            return Sampled(np.zeros(len(rows), np.int32), EMPTY_INT32, {}, {})
+        ends = inputs.query_start_loc.cpu().numpy()[1:]
+        index = ends[positions.rows] - rows.num_sampled_tokens[positions.rows] + positions.places
+        logits = self.model.compute_logits(hidden[torch.from_numpy(index).to(hidden.device)])
+        self._num_phases += 1
+        return sample_rows(logits, self.batch, rows, positions, mask, max_bytes)
+
+    def _commit(self, rows: Rows, sampled: Sampled, errors: dict[int, str], result: StepResult) -> None:
+        failed = sampled.errors | errors
+        is_failed = np.isin(rows.slots, list(failed))
+        emits = np.repeat(~is_failed, sampled.num_emitted)
+        num_emitted = np.where(is_failed, 0, sampled.num_emitted).astype(np.int32)
+        result.token_ids = sampled.token_ids[emits]
+        self.batch.commit(rows, num_emitted, result.token_ids)
+        for slot, error in failed.items():
+            self.batch.fail(slot, error)
+        result.slots, result.num_tokens = rows.slots[num_emitted > 0], num_emitted[num_emitted > 0]
+        result.errors |= failed
+        result.logprobs = {slot: columns for slot, columns in sampled.logprobs.items() if slot not in failed}
+        result.prompt_logprobs = {s: found for s, found in result.prompt_logprobs.items() if s not in failed}
+
+    def _prompt_logprobs(
+        self, rows: Rows, inputs: ForwardBatch, hidden: torch.Tensor
+    ) -> tuple[dict[int, tuple[int, LogprobColumns]], dict[int, str], int]:
+        """Prompt log-probabilities of this chunk by slot, rows that fail by them, and the bytes left for others.
+
+        The hidden state at position p predicts token p + 1, so a chunk [c, c + n) yields the entries of the positions
+        c + 1 to c + n, as far as they are prompt.
+        """
+        found: dict[int, tuple[int, LogprobColumns]] = {}
+        errors: dict[int, str] = {}
+        bytes_left = MAX_LOGPROB_BYTES
+        starts = inputs.query_start_loc.cpu().numpy()
+        for row, slot in enumerate(rows.slots.tolist()):
+            request = self.batch.request(slot)
+            wanted = request.params.prompt_logprobs
+            computed = int(rows.num_computed_tokens[row])
+            if wanted is None or computed >= request.num_prompt_tokens:
+                continue
+            first = max(request.prompt_logprobs_start, computed + 1)
+            end = min(request.num_prompt_tokens, computed + int(rows.num_scheduled_tokens[row]) + 1)
+            if first >= end:
+                continue
+            bytes_left -= (end - first) * (1 + (self.model.vocab_size if wanted < 0 else wanted)) * 8
+            if bytes_left < 0:
+                errors[slot] = "its prompt log-probabilities do not fit into one message: ask for fewer"
+                continue
+            offset = int(starts[row]) - computed - 1
+            columns = self._prompt_columns(hidden[first + offset : end + offset], slot, first, wanted)
+            if columns is None:
+                errors[slot] = NOT_NUMBERS
+            else:
+                found[slot] = (first, columns)
+        return found, errors, bytes_left
+
+    def _prompt_columns(self, hidden: torch.Tensor, slot: int, first: int, num_likeliest: int) -> LogprobColumns | None:
+        """Columns of the prompt tokens from `first` on; None where logits are not numbers."""
+        parts = []
+        for start in range(0, len(hidden), _LOGITS_SLICE):
+            logits = self.model.compute_logits(hidden[start : start + _LOGITS_SLICE])
+            self._num_phases += 1
+            if not bool(logits.amax(dim=-1).isfinite().all()):
+                return None
+            chosen = self.batch.token_ids[slot, first + start : first + start + len(logits)]
+            parts.append(logprob_columns(logits, chosen, num_likeliest))
+        return LogprobColumns(
+            np.concatenate([part.token_ids for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.ranks for part in parts]),
+        )
+
+    def _grammar_mask(
+        self, plan: StepPlan, rows: Rows, await_grammar_mask: AwaitGrammarMask | None
+    ) -> GrammarMask | None:
+        """The plan's mask, waited for only now that the forward pass has run; checked against the rows."""
+        if not plan.awaits_grammar_mask:
+            return None
+        if await_grammar_mask is None:
+            raise InvalidArgumentError([violation("plan.awaits_grammar_mask", True, "no mask can come on this path")])
+        mask = await_grammar_mask()
+        words = -(-self.model.vocab_size // 32)
+        num_sampled = dict(zip(rows.slots.tolist(), rows.num_sampled_tokens.tolist(), strict=True))
+        # A row that failed has no positions to mask; its mask is of no use and no harm.
+        skipped = {slot for slot in plan.slots.tolist() if self.batch.is_failed[slot]}
+        expected = [num_sampled.get(slot) for slot in mask.slots.tolist()]
+        is_right = (mask.epoch, mask.step) == (plan.epoch, plan.step) and len(set(mask.slots.tolist())) == len(expected)
+        is_right = is_right and len(mask.num_mask_rows) == len(expected)
+        is_right = is_right and len(mask.mask) == int(mask.num_mask_rows.sum(dtype=np.int64)) * words
+        for slot, count, rows_of_slot in zip(mask.slots.tolist(), expected, mask.num_mask_rows.tolist(), strict=False):
+            is_right = is_right and rows_of_slot >= 0 and (count == rows_of_slot or slot in skipped)
+        if not is_right:
+            limit = f"must be for this step, with one row of {words} words per sampled position of its slots"
+            raise InvalidArgumentError([violation("grammar_mask", f"step {mask.step}", limit)], reason="BAD_PLAN")
+        return mask

@@ -1,0 +1,62 @@
+"""The sampling parameters of all slots as columns, so that a step gathers them without a loop over requests."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.sampling import Draws
+from worker_svc.slot_request import SlotRequest
+
+_MIN_TEMPERATURE = np.float32(1e-30)
+"""Below it a division by the temperature would meet numbers that some processors flush to zero."""
+
+
+class SamplingState:
+    """Columns over slots, set when a request takes its slot."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.is_greedy = np.ones(max_num_seqs, np.bool_)
+        self.temperature = np.ones(max_num_seqs, np.float32)
+        self.top_k = np.zeros(max_num_seqs, np.int64)
+        self.top_p = np.ones(max_num_seqs, np.float64)
+        self.min_p = np.zeros(max_num_seqs, np.float64)
+        self.seeds = np.zeros(max_num_seqs, np.int64)
+        self.child_indices = np.zeros(max_num_seqs, np.int64)
+        self.has_processors = np.zeros(max_num_seqs, np.bool_)
+        self.wants_logprobs = np.zeros(max_num_seqs, np.bool_)
+        self.first_free_stop = np.zeros(max_num_seqs, np.int64)
+        """Sequence length from which stop ids may be sampled: prompt and min_tokens."""
+
+    def set(self, slot: int, request: SlotRequest) -> None:
+        """Takes over a request's parameters, which are valid."""
+        p = request.params
+        temperature = np.float32(p.temperature)
+        self.is_greedy[slot] = temperature == 0.0
+        self.temperature[slot] = max(temperature, _MIN_TEMPERATURE)
+        self.top_k[slot] = p.top_k
+        # Rounded as the wire rounds them: the same request samples the same in one process and over gRPC.
+        self.top_p[slot] = np.float32(p.top_p)
+        self.min_p[slot] = np.float32(p.min_p)
+        self.seeds[slot] = np.uint64(p.seed or 0).astype(np.int64)
+        self.child_indices[slot] = request.child_index
+        self.has_processors[slot] = request.has_processors
+        self.wants_logprobs[slot] = request.wants_logprobs
+        self.first_free_stop[slot] = request.num_prompt_tokens + (p.min_tokens if request.stop_ids else 0)
+
+    def draws(self, slots: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64], device: torch.device) -> Draws:
+        """How to sample the token after `lengths` tokens, per row."""
+
+        def column(values: npt.NDArray[np.generic]) -> torch.Tensor:
+            return torch.from_numpy(values[slots]).to(device)
+
+        return Draws(
+            temperature=column(self.temperature),
+            top_k=column(self.top_k),
+            top_p=column(self.top_p),
+            min_p=column(self.min_p),
+            seeds=column(self.seeds),
+            positions=torch.from_numpy(lengths).to(device),
+            child_indices=column(self.child_indices),
+        )
