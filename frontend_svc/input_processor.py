@@ -121,18 +121,23 @@ class InputProcessor:
             if is_asked and name not in self.info.features
         ]
 
-    def tokenize(self, prompt: str | Sequence[int] | Conversation, add_special_tokens: bool | None = None) -> list[int]:
-        """Token ids of a prompt; an empty or too long one is refused, the latter without tokenizing where possible."""
+    def tokenize(
+        self, prompt: str | Sequence[int] | Conversation, add_special_tokens: bool | None = None
+    ) -> tuple[str | None, list[int]]:
+        """Text (where there is one) and token ids of a prompt.
+
+        An empty or too long one is refused, the latter without tokenizing where its size alone tells.
+        """
         if isinstance(prompt, Conversation):
             text = self.render(prompt)
             ids = self._encode(text, "messages", add_special_tokens is True)
-            return self._check_prompt(ids, "messages")
+            return text, self._check_prompt(ids, "messages")
         if isinstance(prompt, str):
             ids = self._encode(prompt, "text", add_special_tokens is not False)
-            return self._check_prompt(ids, "text")
+            return prompt, self._check_prompt(ids, "text")
         ids = self._check_prompt(prompt, "token_ids")
         self.check_vocabulary(ids, "token_ids.ids")
-        return ids
+        return None, ids
 
     def render(self, conversation: Conversation) -> str:
         """The conversation's text. Raises InvalidArgumentError where the template refuses it."""
@@ -216,7 +221,7 @@ class InputProcessor:
             NotFoundError: the model is not served.
         """
         self.check(request)
-        prompt_token_ids = self.tokenize(request.prompt, request.add_special_tokens)
+        prompt, prompt_token_ids = self.tokenize(request.prompt, request.add_special_tokens)
         params = request.sampling_params
         resolved = self.resolve(params, len(prompt_token_ids))
         wants_prompt = params.prompt_logprobs is not None
@@ -224,7 +229,7 @@ class InputProcessor:
             request.request_id,
             prompt_token_ids,
             request.output_kind,
-            prompt=request.prompt if isinstance(request.prompt, str) else None,
+            prompt=prompt,
             prompt_logprobs=self._prompt_logprobs(prompt_token_ids, params) if wants_prompt else None,
             returns_prompt_token_ids=request.returns_prompt_token_ids,
         )

@@ -74,6 +74,8 @@ class OutputProcessor:
         """Rows for requests that are not (or no longer) here."""
         self.num_aborts: dict[AbortReason, int] = {}
         """Aborts sent, by reason."""
+        self.num_failed = 0
+        """Requests that ended with an error."""
         self.core_stats: CoreStats | None = None
         """The last numbers that the core sent."""
 
@@ -147,6 +149,7 @@ class OutputProcessor:
     def _fail(self, parent: ParentRequest, error: PagewireError, reason: AbortReason, aborts: Aborts) -> None:
         ids = self._remove(parent)
         parent.fail(error)
+        self.num_failed += 1
         if ids:
             aborts.setdefault(reason, []).extend(ids)
 

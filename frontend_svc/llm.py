@@ -1,0 +1,346 @@
+"""Offline use: prompts in, results out, in one process.
+
+    from frontend_svc import LLM, SamplingParams
+
+    llm = LLM("smollm2")
+    for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=16)):
+        print(output.outputs[0].text)
+
+The engine runs on the calling thread, one step after another, until everything has ended: a breakpoint anywhere in
+core, worker or kernels stops it.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from frontend_svc.chat_template import ChatTemplate
+from frontend_svc.input_processor import Conversation, InputProcessor, TextRequest
+from frontend_svc.output_processor import OutputProcessor
+from frontend_svc.outputs import OutputKind, RequestOutput
+from frontend_svc.parallel_sampling import ParentRequest
+from frontend_svc.tokenizer import Tokenizer
+from pagewire.engine import AbortReason, CoreStats, EngineRequest, StepOutputs
+from pagewire.errors import InternalError, InvalidArgumentError, violation
+from pagewire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from core_svc.executor import Executor
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+_INCARNATION = "offline"
+MAX_NUM_REQUESTS = 2**20
+
+
+class LLM:
+    """A model with its engine in this process.
+
+    Args:
+        model: alias (`smollm2`), Hugging Face directory, GGUF file or hub id.
+        dtype: float32, bfloat16 or float16; empty is the model's own choice.
+        max_model_len: longest sequence in tokens; 0 is the model's own limit.
+        num_kv_blocks: KV blocks; 0 is as many as kv_cache_memory_bytes (0: the worker's own budget) takes.
+        executor: runs the plans; a worker in this process unless given.
+
+    Raises:
+        NotFoundError, InvalidArgumentError, ResourceExhaustedError: the model cannot be served as asked.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2",
+        *,
+        dtype: str = "",
+        revision: str = "",
+        quantization: str = "",
+        device: str = "cpu",
+        max_model_len: int = 0,
+        max_num_seqs: int = 128,
+        max_num_batched_tokens: int = 2048,
+        long_prefill_token_threshold: int = 0,
+        block_size: int = 16,
+        num_kv_blocks: int = 0,
+        kv_cache_memory_bytes: int = 0,
+        kv_cache_dtype: str = "",
+        enable_prefix_caching: bool = True,
+        policy: str = "fcfs",
+        force_generic: bool = False,
+        load_format: str = "",
+        log_requests: bool = False,
+        executor: Executor | None = None,
+    ) -> None:
+        from core_svc.config import EngineConfig
+        from core_svc.executor import CacheSpec, ModelSpec
+        from frontend_svc.inprocess import make_executor, start_core
+
+        config = EngineConfig(
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            policy=policy,
+            enable_prefix_caching=enable_prefix_caching,
+            max_num_requests=MAX_NUM_REQUESTS,
+            log_requests=log_requests,
+        )
+        model_spec = ModelSpec(model, revision, dtype, quantization, max_model_len, force_generic, load_format)
+        # The null block comes on top of what requests can use.
+        num_blocks = num_kv_blocks + 1 if num_kv_blocks else 0
+        cache_spec = CacheSpec(
+            block_size, num_blocks, kv_cache_memory_bytes, kv_cache_dtype, max_num_seqs, max_num_batched_tokens
+        )
+        self._published: list[StepOutputs] = []
+        self._core = start_core(
+            executor or make_executor(device, kv_cache_memory_bytes), model_spec, cache_spec, config, self._publish
+        )
+        files = self._core.tokenizer_files
+        tokenizer = Tokenizer(files)
+        self._inputs = InputProcessor(self._core.info, tokenizer, ChatTemplate(files, tokenizer))
+        self._outputs = OutputProcessor()
+
+    def _publish(self, frontend_incarnation: str, outputs: StepOutputs) -> None:
+        self._published.append(outputs)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._inputs.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence, prompt and output, in tokens."""
+        return self._inputs.max_model_len
+
+    def stats(self) -> CoreStats:
+        """Numbers of the engine as of now."""
+        return self._core.engine.stats()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts and returns the results in their order.
+
+        Args:
+            prompts: one or many, each a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`.
+            sampling_params: for all, or one per prompt.
+            use_tqdm: show a progress bar.
+            priority: one per prompt, smaller first, for the priority policy.
+
+        Raises:
+            InvalidArgumentError: a prompt or parameter is wrong; nothing has run then.
+            KeyboardInterrupt: after Ctrl-C; everything is aborted and the engine can be used again.
+        """
+        return self._run(_prompts(prompts), sampling_params, use_tqdm, priority)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one or many conversations, rendered with the model's chat template; otherwise like `generate`."""
+        if continue_final_message and add_generation_prompt:
+            # The default asks for a new turn; to continue the last one excludes that.
+            add_generation_prompt = False
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Iterable[Any] = [messages] if is_one else messages
+        found = [
+            Conversation(
+                list(conversation),
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                template_kwargs=chat_template_kwargs or {},
+            )
+            for conversation in conversations
+        ]
+        return self._run(found, sampling_params, use_tqdm, None)
+
+    def _run(
+        self,
+        prompts: Sequence[str | Sequence[int] | Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        params = _params_per_prompt(sampling_params, len(prompts))
+        if priority is not None and len(priority) != len(prompts):
+            raise InvalidArgumentError(
+                [violation("priority", f"{len(priority)} entries", f"must have one per prompt, {len(prompts)}")]
+            )
+        parents, engine_requests = [], []
+        for i, prompt in enumerate(prompts):
+            request = TextRequest(
+                prompt,
+                params[i],
+                request_id=str(i),
+                output_kind=OutputKind.FINAL_ONLY,
+                priority=priority[i] if priority is not None else 0,
+                returns_prompt_token_ids=True,
+            )
+            parent, children = self._process(request, i, is_one_of_many=len(prompts) > 1)
+            parents.append(parent)
+            engine_requests += children
+        self._drain(parents, engine_requests, use_tqdm)
+        return [parent.take() for parent in parents]
+
+    def _process(
+        self, request: TextRequest, index: int, *, is_one_of_many: bool
+    ) -> tuple[ParentRequest, list[EngineRequest]]:
+        try:
+            return self._inputs.process(request)
+        except InvalidArgumentError as error:
+            if not is_one_of_many:
+                raise
+            found = [replace(v, field=f"prompts[{index}]: {v.field}") for v in error.violations]
+            raise InvalidArgumentError(found) from error
+
+    def _drain(self, parents: Sequence[ParentRequest], requests: list[EngineRequest], use_tqdm: bool) -> None:
+        """The offline loop: adds everything, then steps until everything has ended."""
+        engine = self._core.engine
+        engine.add(_INCARNATION, requests)
+        for parent in parents:
+            self._outputs.add(parent)
+        num_failed = self._outputs.num_failed
+        with _progress(len(requests), use_tqdm) as bar, _deferred_interrupt() as interrupted:
+            try:
+                while len(self._outputs):
+                    if interrupted.is_set():
+                        raise KeyboardInterrupt
+                    num_alive = len(self._outputs)
+                    self._step()
+                    bar.update(num_alive - len(self._outputs))
+                    if self._outputs.num_failed > num_failed:
+                        raise next(parent.error for parent in parents if parent.error is not None)
+            finally:
+                self._abort_rest(parents)
+
+    def _step(self) -> None:
+        engine = self._core.engine
+        if not engine.step() and not engine.has_work():
+            raise InternalError("the engine has nothing to do, and requests have not ended")
+        published, self._published[:] = list(self._published), []
+        for outputs in published:
+            for reason, ids in self._outputs.process_outputs(outputs).items():
+                engine.abort(_INCARNATION, ids, reason)
+
+    def _abort_rest(self, parents: Sequence[ParentRequest]) -> None:
+        """Ends what is alive, and lets the engine flush what ended."""
+        engine = self._core.engine
+        for parent in parents:
+            for reason, ids in self._outputs.abort(parent, AbortReason.CLIENT).items():
+                engine.abort(_INCARNATION, ids, reason)
+        while engine.has_work() and engine.step():
+            pass
+        self._published.clear()
+
+    def close(self) -> None:
+        """Ends the engine. Idempotent."""
+        engine = self._core.engine
+        engine.shutdown()
+        while engine.has_work() and engine.step():
+            pass
+        self._core.executor.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | Sequence[int] | Conversation]:
+    """The prompts as a list; a list of integers is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        many: Sequence[Any] = [prompts]
+    else:
+        many = list(prompts)
+        if many and all(isinstance(entry, int) for entry in many):
+            many = [many]
+    return [_prompt(prompt, i) for i, prompt in enumerate(many)]
+
+
+def _prompt(prompt: Any, index: int) -> str | Sequence[int]:
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("prompt_token_ids") or prompt.get("prompt")
+    if isinstance(prompt, str):
+        return prompt
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(ids, Sequence) and all(isinstance(token_id, int) for token_id in ids):
+        return list(ids)
+    limit = "must be a text, a list of token ids, or a mapping with prompt or prompt_token_ids"
+    raise InvalidArgumentError([violation(f"prompts[{index}]", prompt, limit)])
+
+
+def _params_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [_normalized(params or SamplingParams())] * num_prompts
+    if len(params) != num_prompts:
+        limit = f"must be one, or one per prompt, {num_prompts}"
+        raise InvalidArgumentError([violation("sampling_params", f"{len(params)} entries", limit)])
+    return [_normalized(entry) for entry in params]
+
+
+def _normalized(params: SamplingParams) -> SamplingParams:
+    """Lists become tuples, and a single stop string a list of one."""
+    stop: Any = params.stop
+    return replace(
+        params,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop_token_ids=tuple(params.stop_token_ids or ()),
+        allowed_token_ids=tuple(params.allowed_token_ids or ()),
+        bad_words=tuple(params.bad_words or ()),
+        bad_words_token_ids=tuple(tuple(ids) for ids in params.bad_words_token_ids or ()),
+        logprob_token_ids=tuple(params.logprob_token_ids or ()),
+        logit_bias=dict(params.logit_bias or {}),
+    )
+
+
+@contextmanager
+def _progress(total: int, use_tqdm: bool) -> Iterator[Any]:
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc="completions", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        yield bar
+
+
+@contextmanager
+def _deferred_interrupt() -> Iterator[threading.Event]:
+    """Turns Ctrl-C into an event, so that it never cuts a step in two; a second one interrupts at once."""
+    interrupted = threading.Event()
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield interrupted
+        return
+
+    def on_interrupt(number: int, frame: Any) -> None:
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+        interrupted.set()
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
