@@ -39,9 +39,9 @@ def prefix_hashes(token_ids: Sequence[int] | npt.NDArray[np.int32], start: int =
 
 @dataclass(frozen=True, slots=True)
 class FakeModel:
-    """Says which token follows a sequence; eos_rate is the share of end-of-sequence tokens."""
+    """Says which token follows a sequence; eos_rate is the share of end-of-sequence tokens. Ids 0 to 2 are special."""
 
-    vocab_size: int = 1000
+    vocab_size: int = 50_000
     eos_token_id: int = 2
     eos_rate: float = 0.0
 
@@ -50,7 +50,7 @@ class FakeModel:
         value = mix(int(prefix_hash) ^ mix(params.seed or 0))
         if (value >> 44) < self.eos_rate * 2**20:
             return self.eos_token_id
-        return value % self.vocab_size
+        return 3 + value % (self.vocab_size - 3)
 
     def generate(self, token_ids: Sequence[int], params: SamplingParams, num_tokens: int) -> list[int]:
         """The num_tokens tokens that follow; what a test expects of a request that nothing stops."""
