@@ -141,16 +141,7 @@ class ExecuteStream:
     def _take(self, response: worker_pb2.ExecuteResponse) -> None:
         match response.WhichOneof("message"):
             case "result":
-                error = failure_from_proto(response.result)
-                if error is not None:
-                    raise error
-                result = result_from_proto(response.result)
-                self._progress.advance()
-                with self._lock:
-                    future = self._pending.popleft() if self._pending else None
-                if future is None:
-                    raise InternalError(f"the worker sent a result of step {result.step} that nobody asked for")
-                future.set_result(result)
+                self._take_result(response.result)
             case "heartbeat":
                 self._progress.note(response.heartbeat.worker_progress)
             case "opened":
@@ -159,6 +150,22 @@ class ExecuteStream:
             case _:
                 # A message of a newer contract: not for this build.
                 pass
+
+    def _take_result(self, message: worker_pb2.StepResult) -> None:
+        error = failure_from_proto(message)
+        if isinstance(error, UnavailableError | FailedPreconditionError):
+            # The worker can't go on, or is no longer ours: this ends the stream.
+            raise error
+        result = result_from_proto(message) if error is None else None
+        self._progress.advance()
+        with self._lock:
+            future = self._pending.popleft() if self._pending else None
+        if future is None:
+            raise InternalError(f"the worker sent a result of step {message.step} that nobody asked for")
+        if error is not None:
+            future.set_exception(error)
+        elif result is not None:
+            future.set_result(result)
 
     def _watch(self) -> None:
         """Sleeps while nothing is pending; looks a few times per bound while a step runs."""

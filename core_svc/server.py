@@ -101,7 +101,8 @@ class EngineCoreServicer(core_pb2_grpc.EngineCoreServiceServicer):
         engine = self._require_engine()
         incarnation = wire.incarnation_from_proto(request.frontend_incarnation, "frontend_incarnation")
         request_ids, reason = wire.abort_from_proto(request)
-        return wire.abort_outcomes_to_proto(await _result(engine.abort(incarnation, request_ids, reason)))
+        outcomes = await _result(engine.abort(incarnation, request_ids, reason))
+        return wire.abort_outcomes_to_proto(outcomes)
 
     async def Utility(self, request: core_pb2.UtilityRequest, context: Context) -> core_pb2.UtilityResponse:
         """One of the list."""

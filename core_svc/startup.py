@@ -135,7 +135,7 @@ class CoreProcess:
         ]
         info = EngineInfo(
             core_incarnation=self.incarnation,
-            model=connection.model,
+            model=self._engine.model,
             block_size=config.block_size,
             num_kv_blocks=connection.cache.num_blocks - 1,
             max_num_seqs=config.max_num_seqs,
@@ -189,8 +189,8 @@ class CoreProcess:
             return
         self._connection = connection
         self._reconnect = None
-        self._set_serving(self._settings.engine_config())
         engine.resume_with(connection.cache, connection.epoch)
+        self._set_serving(self._settings.engine_config())
         logger.info("the worker is back under epoch %d", connection.epoch)
         self._become_available()
 

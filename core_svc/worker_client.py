@@ -54,7 +54,8 @@ class GrpcExecutor:
     """An Executor (see core_svc.executor) for one worker process.
 
     `handshake` comes first, and again after a loss: it makes a new channel and takes the worker from every other core.
-    `on_lost` is called once per lost Execute stream, on a thread of the stream, before the step's future fails.
+    `on_lost` is called when the Execute stream ends or a command finds no worker, on a thread of its own or the
+    caller's, before the step's future fails; it may be called twice for one loss.
     Frozen workers: no result and no heartbeat for `silence_s` while a step runs counts as a loss.
     """
 
@@ -81,12 +82,14 @@ class GrpcExecutor:
         self._stream: ExecuteStream | None = None
         self._lock = threading.Lock()
         self._is_shut_down = False
+        self._is_established = False
         self.load_timeout_s = command_timeout_s
         """How long load_model may take."""
         self.progress = Progress()
 
     def handshake(self, timeout_s: float = 5.0) -> WorkerInfo:
         """Introduces this core, which fences every other one. Raises UnavailableError where no worker answers."""
+        self._is_established = False
         self._disconnect()
         with self._lock:
             if self._is_shut_down:
@@ -141,6 +144,10 @@ class GrpcExecutor:
 
     def initialize_cache(self, spec: CacheSpec, epoch: int) -> CacheInfo:
         """Makes the pool and opens the Execute stream of the epoch."""
+        with self._losses_reported():
+            return self._initialize_cache(spec, epoch)
+
+    def _initialize_cache(self, spec: CacheSpec, epoch: int) -> CacheInfo:
         self._close_stream()
         stub = self._connected()
         request = initialize_cache_to_proto(spec, epoch, self._core_incarnation)
@@ -158,6 +165,7 @@ class GrpcExecutor:
         stream.wait_opened(timeout_s=10.0)
         with self._lock:
             self._stream = stream
+        self._is_established = True
         return cache_info_from_proto(response)
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
@@ -190,8 +198,18 @@ class GrpcExecutor:
 
     def _utility(self, request: Utility) -> worker_pb2.WorkerServiceUtilityResponse:
         request.core_incarnation = self._core_incarnation
-        with _errors_of_the_worker():
+        with self._losses_reported(), _errors_of_the_worker():
             return self._connected().Utility(request, timeout=self._command_timeout_s)
+
+    @contextmanager
+    def _losses_reported(self) -> Iterator[None]:
+        """Reports a worker that is found gone by a command and not by its stream; not while connecting to it."""
+        try:
+            yield
+        except UnavailableError as error:
+            if self._is_established:
+                self._on_lost(error)
+            raise
 
     def _connected(self) -> worker_pb2_grpc.WorkerServiceStub:
         stub = self._stub

@@ -44,11 +44,6 @@ uint64 = st.integers(0, 2**64 - 1)
 REQUEST_COLUMNS = ("prompt_token_ids", "output_token_ids", "eos_token_ids")
 
 
-def column(draw: st.DrawFn, length: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    values = draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length))
-    return np.array(values, np.int32)
-
-
 def make_logprobs(num_positions: int, num_candidates: int) -> LogprobColumns:
     ids = np.arange(num_positions * num_candidates, dtype=np.int32).reshape(num_positions, num_candidates)
     return LogprobColumns(ids, -ids.astype(np.float32) / 7, np.arange(num_positions, dtype=np.int32) + 1)
@@ -130,10 +125,10 @@ def test_abort_and_open_and_acknowledge() -> None:
     message.open.num_received = pack_int32([0, 9])
     assert wire.open_from_proto(message) == ("f", {1: 0, 2: 9})
     message.open.num_received = pack_int32([0])
-    with pytest.raises(InvalidArgumentError, match="open.num_received"):
+    with pytest.raises(InvalidArgumentError, match=r"open\.num_received"):
         wire.open_from_proto(message)
     message.open.frontend_incarnation = ""
-    with pytest.raises(InvalidArgumentError, match="open.frontend_incarnation"):
+    with pytest.raises(InvalidArgumentError, match=r"open\.frontend_incarnation"):
         wire.open_from_proto(message)
     with pytest.raises(InvalidArgumentError, match="acknowledge"):
         wire.acknowledge_from_proto(message)
