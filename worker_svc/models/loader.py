@@ -16,6 +16,7 @@ from pagewire.errors import InvalidArgumentError, violation
 from worker_svc.models import sources, tokenizer_files, weights
 from worker_svc.models.decoder_config import DecoderConfig, decoder_config
 from worker_svc.models.generic import GenericModel
+from worker_svc.models.gguf_files import OnFraction, gguf_progress, shared_gguf_parsing
 from worker_svc.models.interface import Model
 from worker_svc.models.limits import check_quantization, choose_dtype, choose_max_model_len, dtype_name
 from worker_svc.models.native import Decoder
@@ -69,7 +70,7 @@ def load_model(
     type or quantization that is not supported; the field is named).
     """
     progress = on_progress or (lambda stage, fraction: None)
-    with _quiet_transformers(), weights.shared_gguf_reader():
+    with _quiet_transformers(), shared_gguf_parsing():
         progress("finding the model", 0.0)
         plan = _plan(source, revision, dtype, device, quantization, max_model_len, force_generic, load_format)
         stage = f"loading {plan.architecture} in {dtype_name(plan.dtype)}"
@@ -121,7 +122,7 @@ def _plan(
     )
 
 
-def _native(plan: _Plan, config: DecoderConfig, on_fraction: weights.OnFraction) -> Decoder:
+def _native(plan: _Plan, config: DecoderConfig, on_fraction: OnFraction) -> Decoder:
     tables = rope_tables(plan.config, plan.max_model_len, plan.dtype)
     decoder = Decoder(config, tables, dtype=plan.dtype, device=plan.device)
     views = decoder.checkpoint_views()
@@ -132,7 +133,7 @@ def _native(plan: _Plan, config: DecoderConfig, on_fraction: weights.OnFraction)
     return decoder
 
 
-def _generic(plan: _Plan, on_fraction: weights.OnFraction) -> GenericModel:
+def _generic(plan: _Plan, on_fraction: OnFraction) -> GenericModel:
     try:
         if plan.is_dummy:
             model = AutoModelForCausalLM.from_config(plan.config, dtype=plan.dtype)
@@ -148,8 +149,8 @@ def _generic(plan: _Plan, on_fraction: weights.OnFraction) -> GenericModel:
     return GenericModel(model.to(plan.device), plan.architecture)
 
 
-def _read_generic(plan: _Plan, on_fraction: weights.OnFraction) -> Any:
-    with weights.gguf_progress(on_fraction):
+def _read_generic(plan: _Plan, on_fraction: OnFraction) -> Any:
+    with gguf_progress(on_fraction):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             plan.files.directory, dtype=plan.dtype, output_loading_info=True, **plan.files.load_args()
         )

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import gguf
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
 
 from pagewire.errors import InvalidArgumentError, NotFoundError, violation
+from worker_svc.models.gguf_files import OnFraction, gguf_tensors
 from worker_svc.models.sources import ModelFiles
 
-OnFraction = Callable[[float], None]
 DUMMY_STD = 0.02
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -27,7 +24,7 @@ def fill_from_files(
 
     Raises InvalidArgumentError naming the file for tensors that are missing, unknown or of another shape.
     """
-    tensors = _gguf_tensors(files, config, on_fraction) if files.gguf_file else _safetensors(files)
+    tensors = gguf_tensors(files.path, config, on_fraction) if files.gguf_file else _safetensors(files)
     missing = set(views)
     for name, tensor in tensors:
         view = views.get(name)
@@ -78,59 +75,6 @@ def _safetensors(files: ModelFiles) -> Iterator[tuple[str, torch.Tensor]]:
             raise InvalidArgumentError(
                 [violation("model", str(path), f"can't be read: {error}")], reason="BAD_MODEL_FILES"
             ) from error
-
-
-def _gguf_tensors(files: ModelFiles, config: Any, on_fraction: OnFraction) -> Iterator[tuple[str, torch.Tensor]]:
-    """Dequantized by transformers, which wants a model to know the tensors' names; one without memory will do."""
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config)
-    with gguf_progress(on_fraction):
-        loaded = modeling_gguf_pytorch_utils.load_gguf_checkpoint(
-            str(files.path), return_tensors=True, model_to_load=skeleton
-        )
-    tensors: dict[str, torch.Tensor] = loaded["tensors"]
-    for name in list(tensors):
-        yield name, tensors.pop(name)
-
-
-@contextlib.contextmanager
-def gguf_progress(on_fraction: OnFraction) -> Iterator[None]:
-    """Turns the progress bar that transformers draws while it dequantizes into calls of `on_fraction`."""
-
-    def report(items: Any, **_: Any) -> Iterator[Any]:
-        total = max(1, len(items))
-        for i, item in enumerate(items):
-            on_fraction(i / total)
-            yield item
-
-    names = vars(modeling_gguf_pytorch_utils)
-    drawn, names["tqdm"] = names["tqdm"], report
-    try:
-        yield
-    finally:
-        names["tqdm"] = drawn
-
-
-@contextlib.contextmanager
-def shared_gguf_reader() -> Iterator[None]:
-    """Within it, a GGUF file is parsed once: transformers opens it anew for the configuration and for the weights.
-
-    Parsing the vocabulary takes seconds each time.
-    """
-    made: dict[str, Any] = {}
-    names = vars(gguf)
-    opened = names["GGUFReader"]
-
-    def open_once(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if str(path) not in made:
-            made[str(path)] = opened(path, *args, **kwargs)
-        return made[str(path)]
-
-    names["GGUFReader"] = open_once
-    try:
-        yield
-    finally:
-        names["GGUFReader"] = opened
 
 
 def count(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
