@@ -96,10 +96,8 @@ class ModelRunner:
 
     def _move_blocks(self, plan: StepPlan) -> None:
         device = self.model.device
-        copies = [
-            torch.from_numpy(ids.astype(np.int64)).to(device) for ids in (plan.copy_sources, plan.copy_destinations)
-        ]
-        zeros = torch.from_numpy(plan.zero_block_ids.astype(np.int64)).to(device)
+        ids = (plan.copy_sources, plan.copy_destinations, plan.zero_block_ids)
+        sources, destinations, zeros = (torch.from_numpy(column.astype(np.int64)).to(device) for column in ids)
         for key_cache, value_cache in list.__iter__(self.pool.caches):
             if len(plan.copy_sources):
                 kernels.copy_blocks(key_cache, value_cache, sources, destinations)

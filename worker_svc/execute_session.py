@@ -1,0 +1,148 @@
+"""One Execute stream: plans in order to the compute thread, results in order back, masks to the plans that wait."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from concurrent.futures import Future
+
+from pagewire.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    PagewireError,
+    ResourceExhaustedError,
+)
+from pagewire.plan import GrammarMask, StepPlan, StepResult
+from worker_svc.compute import ComputeThread
+from worker_svc.worker import Worker
+
+logger = logging.getLogger(__name__)
+MAX_PENDING_PLANS = 64
+GRAMMAR_MASK_TIMEOUT_S = 30.0
+
+
+class StepFailed(Exception):
+    """A step failed as a whole; the stream goes on."""
+
+    def __init__(self, epoch: int, step: int, error: PagewireError) -> None:
+        super().__init__(error.message)
+        self.epoch = epoch
+        self.step = step
+        self.error = error
+
+
+class HeartbeatDue:
+    """A sign of life is due."""
+
+
+Outgoing = StepResult | StepFailed | HeartbeatDue | PagewireError | None
+"""What to send, the error that ends the stream, or None: its orderly end."""
+
+
+class ExecuteSession:
+    """Lives on the event loop. `outgoing` has what is to be sent; `end` closes the session."""
+
+    def __init__(self, core_incarnation: str, epoch: int, worker: Worker, compute: ComputeThread) -> None:
+        self.core_incarnation = core_incarnation
+        self.epoch = epoch
+        self.outgoing: asyncio.Queue[Outgoing] = asyncio.Queue()
+        self.num_pending = 0
+        self._worker = worker
+        self._compute = compute
+        self._loop = asyncio.get_running_loop()
+        self._masks: dict[tuple[int, int], Future[GrammarMask]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_ended = False
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queues a plan; its result or failure comes to `outgoing`."""
+        arrived_ns = time.monotonic_ns()
+        key = (plan.epoch, plan.step)
+        mask: Future[GrammarMask] = Future()
+        if plan.awaits_grammar_mask:
+            self._masks[key] = mask
+
+        def execute() -> StepResult:
+            if self._is_ended:
+                raise AbortedError("the stream that brought the plan has ended")
+            wait_ns = time.monotonic_ns() - arrived_ns
+            result = self._worker.execute(plan, lambda: _await_mask(mask))
+            result.timings.wait_ns = wait_ns
+            return result
+
+        self._queue(execute, key)
+
+    def submit_failure(self, epoch: int, step: int, error: PagewireError) -> None:
+        """Reports a plan that could not be read, behind the results of the plans before it."""
+
+        def fail() -> StepResult:
+            raise error
+
+        self._queue(fail, (epoch, step))
+
+    def put_mask(self, mask: GrammarMask) -> None:
+        """Hands a mask to its plan. One that nobody waits for (its step has failed) is dropped."""
+        future = self._masks.pop((mask.epoch, mask.step), None)
+        if future is None:
+            logger.info("a grammar mask for step %d of epoch %d: nobody waits for it", mask.step, mask.epoch)
+        elif not future.done():
+            future.set_result(mask)
+
+    def end(self, error: PagewireError | None) -> None:
+        """Ends the session: plans that have not started will not, and `outgoing` ends with the error. Idempotent."""
+        if self._is_ended:
+            return
+        self._is_ended = True
+        for future in self._masks.values():
+            if not future.done():
+                future.set_exception(AbortedError("the stream ended before the grammar mask came"))
+        self._masks.clear()
+        self.outgoing.put_nowait(error)
+
+    def prompt_heartbeat(self) -> None:
+        """Makes the stream send a heartbeat if a plan is pending."""
+        if self.num_pending and not self._is_ended:
+            self.outgoing.put_nowait(HeartbeatDue())
+
+    async def wait_idle(self) -> None:
+        """Returns when no plan is pending."""
+        await self._idle.wait()
+
+    def _queue(self, execute: object, key: tuple[int, int]) -> None:
+        if self.num_pending >= MAX_PENDING_PLANS:
+            self.end(ResourceExhaustedError(f"more than {MAX_PENDING_PLANS} plans are pending on the stream"))
+            return
+        self.num_pending += 1
+        self._idle.clear()
+        future: Future[StepResult] = self._compute.submit(execute)  # type: ignore[arg-type]
+        future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._on_done, done, key))
+
+    def _on_done(self, future: Future[StepResult], key: tuple[int, int]) -> None:
+        self.num_pending -= 1
+        self._masks.pop(key, None)
+        if not self.num_pending:
+            self._idle.set()
+        error = future.exception()
+        if self._is_ended:
+            return
+        if error is None:
+            self.outgoing.put_nowait(future.result())
+        elif isinstance(error, FailedPreconditionError):
+            # A gap in the steps, or no cache: nothing that follows can be right either.
+            self.end(error)
+        else:
+            if not isinstance(error, PagewireError):
+                logger.error("step %d failed", key[1], exc_info=error)
+                error = InternalError(f"{type(error).__name__}: {error}")
+            self.outgoing.put_nowait(StepFailed(*key, error))
+
+
+def _await_mask(mask: Future[GrammarMask]) -> GrammarMask:
+    try:
+        return mask.result(GRAMMAR_MASK_TIMEOUT_S)
+    except TimeoutError:
+        raise DeadlineExceededError(f"no grammar mask came within {GRAMMAR_MASK_TIMEOUT_S:g} s") from None
