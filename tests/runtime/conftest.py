@@ -56,10 +56,12 @@ async def running(max_message_bytes: int = MAX_MESSAGE_BYTES, **kwargs: Any) -> 
     servicer = Servicer()
     frontend_pb2_grpc.add_FrontendServiceServicer_to_server(servicer, server.aio)
     port = await server.start()
-    async with secure_or_insecure_channel(f"127.0.0.1:{port}", max_message_bytes=max_message_bytes) as channel:
-        yield Harness(server, servicer, channel, port)
-    servicer.gate.set()
-    await server.drain(0.5)
+    try:
+        async with secure_or_insecure_channel(f"127.0.0.1:{port}", max_message_bytes=max_message_bytes) as channel:
+            yield Harness(server, servicer, channel, port)
+    finally:
+        servicer.gate.set()
+        await server.drain(0.5)
 
 
 @pytest.fixture

@@ -153,8 +153,10 @@ def _explain(code: grpc.StatusCode, message: str) -> str:
     """Adds what to do about errors that gRPC itself words for its own developers."""
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
         return f"{message}; the limit is set by {MESSAGE_LIMIT_SETTING} on both ends"
-    if "http1.x server" in message or "HTTP status" in message:
-        return f"{message}; the port answers HTTP/1, not gRPC: give the address of a Pagewire service's gRPC port"
+    if "Failed parsing HTTP/2" in message or "http1.x server" in message:
+        return (
+            f"the port speaks something else than gRPC, such as HTTP/1: give a Pagewire service's gRPC port ({message})"
+        )
     return message
 
 
