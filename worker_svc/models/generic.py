@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from pagewire.errors import InvalidArgumentError, violation
 from worker_svc.models.generic_attention import (
@@ -66,12 +65,38 @@ class GenericModel:
         logits: torch.Tensor = self._head(inputs_embeds=hidden_states.unsqueeze(0), use_cache=False).logits
         return logits[0].float()
 
+    @torch.inference_mode()
+    def eager_hidden_states(self, token_ids: list[int]) -> torch.Tensor:
+        """Hidden states [len(token_ids), hidden_size] by transformers' own eager attention; the KV pool is not used."""
+        module: Any = self.module
+        module.set_attn_implementation("eager")
+        try:
+            ids = torch.tensor([token_ids], device=self.device)
+            hidden: torch.Tensor = self._base(input_ids=ids, use_cache=False).last_hidden_state[0]
+        finally:
+            module.set_attn_implementation(PAGED)
+        return hidden
+
+
+class _GivenOutput:
+    """Hidden states, and None for whatever else a head asks of its decoder (router logits, cross attentions)."""
+
+    def __init__(self, hidden_states: torch.Tensor) -> None:
+        self.last_hidden_state = hidden_states
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, idx: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[idx]
+
 
 class _Given(nn.Module):
     """Stands where a model's decoder was and returns the hidden states that it is given."""
 
-    def forward(self, *_args: Any, inputs_embeds: torch.Tensor, **_kwargs: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+    def forward(self, *_args: Any, inputs_embeds: torch.Tensor, **_kwargs: Any) -> _GivenOutput:
+        return _GivenOutput(inputs_embeds)
 
     @property
     def decoder(self) -> _Given:

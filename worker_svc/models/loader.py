@@ -16,6 +16,7 @@ from pagewire.errors import InvalidArgumentError, violation
 from worker_svc.models import sources, tokenizer_files, weights
 from worker_svc.models.decoder_config import DecoderConfig, decoder_config
 from worker_svc.models.generic import GenericModel
+from worker_svc.models.generic_check import check_against_eager
 from worker_svc.models.gguf_files import OnFraction, gguf_progress, shared_gguf_parsing
 from worker_svc.models.interface import Model
 from worker_svc.models.limits import check_quantization, choose_dtype, choose_max_model_len, dtype_name
@@ -146,7 +147,9 @@ def _generic(plan: _Plan, on_fraction: OnFraction) -> GenericModel:
             [violation("model", str(plan.files.path), f"transformers can't load it: {error}")],
             reason="BAD_MODEL_FILES",
         ) from error
-    return GenericModel(model.to(plan.device), plan.architecture)
+    generic = GenericModel(model.to(plan.device), plan.architecture)
+    check_against_eager(generic, plan.architecture)
+    return generic
 
 
 def _read_generic(plan: _Plan, on_fraction: OnFraction) -> Any:
