@@ -71,7 +71,8 @@ class GrpcCoreClient:
         self._is_open = asyncio.Event()
         self._lost: PagewireError | None = None
         self._num_received: dict[int, int] = {}
-        self._last_heard = time.monotonic()
+        self._waiting_since: float | None = None
+        """When the read that runs began; None while nobody reads."""
         self._watchdog: asyncio.Task[None] | None = None
 
     @classmethod
@@ -150,7 +151,6 @@ class GrpcCoreClient:
         if not isinstance(first, core_pb2.StreamOutputsResponse) or first.WhichOneof("message") != "opened":
             call.cancel()
             raise InternalError("the core did not answer Open")
-        self._last_heard = time.monotonic()
         if first.opened.core_incarnation != self.info.core_incarnation:
             call.cancel()
             raise FailedPreconditionError("another core runs there now", reason="NEW_CORE_INCARNATION")
@@ -218,10 +218,11 @@ class GrpcCoreClient:
     async def _read(self, stream: Stream) -> AsyncIterator[StepOutputs]:
         try:
             while True:
+                self._waiting_since = time.monotonic()
                 message = await stream.read()
+                self._waiting_since = None
                 if not isinstance(message, core_pb2.StreamOutputsResponse):
                     raise UnavailableError(f"the core at {self.target} ended the output stream")
-                self._last_heard = time.monotonic()
                 if message.WhichOneof("message") != "outputs":
                     continue
                 outputs = core_wire.step_outputs_from_proto(message.outputs)
@@ -252,7 +253,8 @@ class GrpcCoreClient:
     async def _reopen(self, error: PagewireError) -> None:
         """Opens the stream again, or raises what makes that impossible."""
         self._is_open.clear()
-        deadline = self._last_heard_limit()
+        self._waiting_since = None
+        deadline = time.monotonic() + min(RECONNECT_S, self.info.lease_ms / 1000)
         delay = RETRY_DELAY_S[0]
         log.warning("the stream from the core at %s broke: %s", self.target, error)
         while self._lost is None:
@@ -273,16 +275,16 @@ class GrpcCoreClient:
         assert self._lost is not None
         raise self._lost
 
-    def _last_heard_limit(self) -> float:
-        return time.monotonic() + min(RECONNECT_S, self.info.lease_ms / 1000)
-
     def _lose(self, error: PagewireError) -> None:
         if self._lost is None:
             self._lost = error
         self._is_open.set()
 
     async def _watch(self) -> None:
-        """Declares a silent core dead. A check that itself came late (our own loop was busy) counts for nothing."""
+        """Declares a silent core dead: one from which a read has waited for three heartbeats.
+
+        A check that itself came late counts for nothing: our own loop was busy, and messages may lie there unread.
+        """
         interval_s = max(0.05, self.info.heartbeat_interval_ms / 1000)
         limit_s = NUM_SILENT_HEARTBEATS * interval_s
         tick_s = interval_s / 4
@@ -290,10 +292,10 @@ class GrpcCoreClient:
             planned = time.monotonic() + tick_s
             await asyncio.sleep(tick_s)
             now = time.monotonic()
-            if now - planned > tick_s:
-                self._last_heard = max(self._last_heard, now - limit_s / 2)
-            if self._is_open.is_set() and now - self._last_heard > limit_s:
-                text = f"the core at {self.target} was silent for {now - self._last_heard:.1f} s"
+            if now - planned > tick_s or self._waiting_since is None:
+                continue
+            if self._is_open.is_set() and now - self._waiting_since > limit_s:
+                text = f"the core at {self.target} was silent for {now - self._waiting_since:.1f} s"
                 self._lose(UnavailableError(text, retry_after_s=RETRY_AFTER_S, reason="CORE_LOST"))
                 if self._stream is not None:
                     self._stream.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,6 +12,14 @@ import pytest
 
 from frontend_svc.chat_template import ChatTemplate
 from frontend_svc.tokenizer import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(params=["inprocess", "grpc"])
+def kind(request: pytest.FixtureRequest) -> str:
+    """How the frontend reaches its core: the same tests pass both ways."""
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")
@@ -123,7 +132,10 @@ def wordpiece_json() -> dict[str, object]:
 
 def make_tokenizer(tokenizer_json: Mapping[str, object], config: Mapping[str, object] | None = None) -> Tokenizer:
     return Tokenizer(
-        {"tokenizer.json": json.dumps(tokenizer_json).encode(), "tokenizer_config.json": json.dumps(config or {}).encode()}
+        {
+            "tokenizer.json": json.dumps(tokenizer_json).encode(),
+            "tokenizer_config.json": json.dumps(config or {}).encode(),
+        }
     )
 
 
