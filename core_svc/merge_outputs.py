@@ -64,8 +64,8 @@ def merge(parts: Sequence[StepOutputs]) -> StepOutputs:
 def missing_part(outputs: StepOutputs, num_received: Mapping[int, int]) -> StepOutputs | None:
     """What of the outputs a frontend lacks that has `num_received[request_id]` tokens of each request; None: nothing.
 
-    Rows of requests that are not named are left out, tokens that were received are cut off. What has no offset
-    (start, prompt log-probabilities, finish) is kept: a frontend takes it once.
+    Rows of requests that are not named are left out, tokens that were received are cut off. A row without tokens
+    (prompt log-probabilities of a chunk) is sent again: nothing tells whether it arrived, and a frontend takes it once.
     """
     starts = np.cumsum(outputs.num_tokens) - outputs.num_tokens
     finished = {entry.row: entry for entry in outputs.finished}
@@ -78,8 +78,8 @@ def missing_part(outputs: StepOutputs, num_received: Mapping[int, int]) -> StepO
             continue
         num_tokens = int(outputs.num_tokens[row])
         skip = min(max(num_received[request_id] - int(outputs.offsets[row]), 0), num_tokens)
-        has_extras = row in finished or row in outputs.prompt_logprobs or row in outputs.started
-        if skip == num_tokens and not has_extras:
+        # A row comes whole or not at all: who has its tokens has its start and prompt log-probabilities.
+        if skip == num_tokens and num_tokens > 0 and row not in finished:
             continue
         new_row = len(ids)
         ids.append(request_id)

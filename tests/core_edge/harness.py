@@ -85,8 +85,9 @@ async def running_core(worker: ScriptedWorker | None = None, **settings: Any) ->
 class Frontend:
     """One frontend incarnation: what it has of each request; gaps and repeats are errors."""
 
-    def __init__(self, core: Core, incarnation: str | None = None) -> None:
+    def __init__(self, core: Core, incarnation: str | None = None, channel: grpc.aio.Channel | None = None) -> None:
         self.core = core
+        self.stub = core.stub if channel is None else core_pb2_grpc.EngineCoreServiceStub(channel)
         self.incarnation = incarnation or new_incarnation()
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, core_pb2.StepOutputs.Finished] = {}
@@ -107,7 +108,7 @@ class Frontend:
         message.open.frontend_incarnation = self.incarnation
         message.open.request_ids = pack_uint64(np.array(wanted, np.uint64))
         message.open.num_received = pack_int32([len(self.tokens[i]) for i in wanted])
-        self._call = self.core.stub.StreamOutputs()
+        self._call = self.stub.StreamOutputs()
         await self._call.write(message)
         opened = await asyncio.wait_for(self._call.read(), TIMEOUT_S)
         if opened is grpc.aio.EOF:
@@ -154,7 +155,7 @@ class Frontend:
         tokens, start = unpack_int32(outputs.token_ids).tolist(), 0
         for request_id, offset, count in zip(ids, offsets, counts, strict=True):
             mine = self.tokens.setdefault(request_id, [])
-            assert offset == len(mine), f"request {request_id}: offset {offset} after {len(mine)} tokens"
+            assert count == 0 or offset == len(mine), f"request {request_id}: offset {offset} after {len(mine)} tokens"
             mine.extend(tokens[start : start + count])
             start += count
         for entry in outputs.finished:
@@ -182,7 +183,16 @@ class Frontend:
         await self._call.write(message)
 
     async def ended(self, *request_ids: int) -> None:
-        await eventually(lambda: all(i in self.finished for i in request_ids))
+        await self.reads(lambda: all(i in self.finished for i in request_ids))
+
+    async def reads(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+        """Waits for something that reading brings about; raises what stopped the reading."""
+        reader = self._reader
+        assert reader is not None
+        await eventually(lambda: condition() or reader.done(), timeout_s)
+        if not condition():
+            reader.result()
+            raise AssertionError(f"the stream ended: {self.error}")
 
     async def break_stream(self) -> None:
         """The connection is gone: nothing more is read."""

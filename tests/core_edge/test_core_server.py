@@ -41,6 +41,12 @@ async def refused(call: Awaitable[Any], code: grpc.StatusCode) -> str:
     return str(caught.value.details())
 
 
+def narrow_channel(core: Core) -> grpc.aio.Channel:
+    """A channel whose receive window is small, so that an unread stream blocks its writer soon."""
+    options = [("grpc.http2.lookahead_bytes", 65536), ("grpc.http2.bdp_probe", 0)]
+    return grpc.aio.insecure_channel(core.address, options=options)
+
+
 def handshake(incarnation: str = "f", low: int = 1, high: int = 1) -> core_pb2.HandshakeRequest:
     return core_pb2.HandshakeRequest(
         frontend_incarnation=incarnation, protocol_versions=types_pb2.ProtocolVersions(min=low, max=high)
@@ -121,7 +127,7 @@ def test_children_are_added_all_or_none() -> None:
         )
         assert "requests[2].prompt_token_ids[1]" in message and "1000" in message
         assert (await core.stats()).num_running == 0
-        await frontend.add(*(engine_request(i, max_tokens=100_000) for i in (20, 21, 22)))
+        await frontend.add(*(engine_request(i, max_tokens=60_000) for i in (20, 21, 22)))
         await eventually(lambda: all(len(frontend.tokens[i]) > 2 for i in (20, 21, 22)))
         assert await frontend.abort(20, 21, 22) == [types_pb2.ABORT_OUTCOME_ABORTED] * 3
         await frontend.ended(20, 21, 22)
@@ -137,7 +143,7 @@ def test_abort_outcomes_and_tombstone() -> None:
     async def body(core: Core) -> None:
         frontend = Frontend(core)
         await frontend.open()
-        await frontend.add(engine_request(1), engine_request(2, max_tokens=100_000))
+        await frontend.add(engine_request(1), engine_request(2, max_tokens=60_000))
         await frontend.ended(1)
         outcomes = await frontend.abort(1, 2, 3, reason=types_pb2.ABORT_REASON_STOP_STRING)
         assert outcomes == [
@@ -149,7 +155,7 @@ def test_abort_outcomes_and_tombstone() -> None:
         assert frontend.finished[2].reason == types_pb2.FINISH_REASON_ABORT
         assert frontend.finished[2].abort_reason == types_pb2.ABORT_REASON_STOP_STRING
         # The abort of 3 overtook its Add, which must not run.
-        await frontend.add(engine_request(3, max_tokens=100_000), engine_request(4))
+        await frontend.add(engine_request(3, max_tokens=60_000), engine_request(4))
         await frontend.ended(3, 4)
         assert frontend.tokens[3] == []
         assert frontend.finished[3].reason == types_pb2.FINISH_REASON_ABORT
@@ -166,8 +172,8 @@ def test_a_broken_lease_frees_everything() -> None:
         frontend, other = Frontend(core), Frontend(core)
         await frontend.open()
         await other.open()
-        await frontend.add(*(engine_request(i, max_tokens=1_000_000) for i in range(3)))
-        await other.add(engine_request(1, max_tokens=1_000_000))
+        await frontend.add(*(engine_request(i, max_tokens=60_000) for i in range(3)))
+        await other.add(engine_request(1, max_tokens=60_000))
         await eventually(lambda: len(frontend.tokens[2]) > 0)
         assert (await core.stats()).num_running == 4
         await frontend.break_stream()
@@ -191,7 +197,7 @@ def test_reconnect_gives_every_token_exactly_once() -> None:
         await frontend.add(engine_request(1, max_tokens=400), engine_request(2, max_tokens=300))
         for _ in range(4):
             before = len(frontend.tokens[1])
-            await eventually(lambda before=before: len(frontend.tokens[1]) > before + 5)
+            await frontend.reads(lambda before=before: len(frontend.tokens[1]) > before + 5)
             await frontend.break_stream()
             await asyncio.sleep(0.05)
             await frontend.open()
@@ -225,14 +231,17 @@ def test_what_ended_during_a_break_is_delivered_after_it() -> None:
 def test_a_second_stream_replaces_the_first() -> None:
     async def body(core: Core) -> None:
         first = Frontend(core)
-        await first.open()
+        await first.open(is_reading=False)
         await first.add(engine_request(1, max_tokens=300))
-        await eventually(lambda: len(first.tokens[1]) > 3)
+        while len(first.tokens[1]) < 3:
+            await first.read_one()
         second = Frontend(core, first.incarnation)
         second.tokens, second.finished = first.tokens, first.finished
         await second.open()
+        # What is in flight on the first stream is not for the second one's books.
+        first.tokens, first.finished, first.take = {}, {}, lambda message: None  # type: ignore[method-assign]
+        first.start_reading()
         assert (await first.stream_error()).code() is grpc.StatusCode.ABORTED
-        # What both read while the first one lived is compared by offset in take().
         await second.ended(1)
         assert second.tokens[1] == expected_tokens(1, 3, 300)
         await asyncio.sleep(0.5)
@@ -245,7 +254,7 @@ def test_requests_that_the_frontend_no_longer_wants_are_aborted() -> None:
     async def body(core: Core) -> None:
         frontend = Frontend(core)
         await frontend.open()
-        await frontend.add(engine_request(1, max_tokens=1_000_000), engine_request(2, max_tokens=1_000_000))
+        await frontend.add(engine_request(1, max_tokens=60_000), engine_request(2, max_tokens=60_000))
         await eventually(lambda: len(frontend.tokens[2]) > 0)
         await frontend.break_stream()
         del frontend.tokens[1]
@@ -280,41 +289,42 @@ def test_frontends_do_not_see_each_other() -> None:
 
 def test_a_slow_reader_gets_merged_outputs() -> None:
     async def body(core: Core) -> None:
-        slow, fast = Frontend(core), Frontend(core)
-        await slow.open(is_reading=False)
-        await fast.open()
-        # Enough small messages to fill gRPC's own buffers and then wait in ours.
-        count, length = 64, 1500
-        await slow.add(*(engine_request(i, max_tokens=length) for i in range(count)))
-        buffer = core.process._hub.require_open(slow.incarnation)
-        await eventually(lambda: buffer.num_live == 0, 120)
-        await fast.add(engine_request(1))
-        await fast.ended(1)
-        assert buffer.num_bytes < 16 * 2**20
-        slow.start_reading()
-        await slow.ended(*range(count))
-        assert slow.num_messages < length / 2, "several steps came in one message"
-        for i in range(count):
-            assert slow.tokens[i] == expected_tokens(i, 3, length)
-        await core.assert_empty()
+        async with narrow_channel(core) as channel:
+            slow, fast = Frontend(core, channel=channel), Frontend(core)
+            await slow.open(is_reading=False)
+            await fast.open()
+            count, length = 64, 600
+            await slow.add(*(engine_request(i, max_tokens=length) for i in range(count)))
+            buffer = core.process._hub.require_open(slow.incarnation)
+            await eventually(lambda: buffer.num_live == 0, 60)
+            await fast.add(engine_request(1))
+            await fast.ended(1)
+            assert buffer.num_bytes < 4 * 2**20
+            slow.start_reading()
+            await slow.ended(*range(count))
+            assert slow.num_messages < length / 2, "several steps came in one message"
+            for i in range(count):
+                assert slow.tokens[i] == expected_tokens(i, 3, length)
+            await core.assert_empty()
 
     with_core(body, heartbeat_interval_ms=1000)
 
 
 def test_a_reader_that_never_reads_is_dropped() -> None:
     async def body(core: Core) -> None:
-        slow, fast = Frontend(core), Frontend(core)
-        await slow.open(is_reading=False)
-        await fast.open()
-        await slow.add(*(engine_request(i, max_tokens=1_000_000) for i in range(64)))
-        await fast.add(engine_request(1, max_tokens=100))
-        async with asyncio.timeout(60):
-            while (await core.stats()).num_aborted < 64:
-                await asyncio.sleep(0.05)
-        slow.start_reading()
-        assert (await slow.stream_error()).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        await fast.ended(1)
-        await core.assert_empty()
+        async with narrow_channel(core) as channel:
+            slow, fast = Frontend(core, channel=channel), Frontend(core)
+            await slow.open(is_reading=False)
+            await fast.open()
+            await slow.add(*(engine_request(i, max_tokens=900) for i in range(64)))
+            await fast.add(engine_request(1, max_tokens=100))
+            async with asyncio.timeout(60):
+                while (await core.stats()).num_aborted < 64:
+                    await asyncio.sleep(0.05)
+            slow.start_reading()
+            assert (await slow.stream_error()).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            await fast.ended(1)
+            await core.assert_empty()
 
     with_core(body, output_buffer_bytes=100_000, heartbeat_interval_ms=1000)
 
@@ -383,7 +393,7 @@ def test_utilities() -> None:
         await refused(call(utility()), grpc.StatusCode.INVALID_ARGUMENT)
         await refused(call(utility(list_adapters=request.ListAdapters())), grpc.StatusCode.UNIMPLEMENTED)
         # A caller that gives up must not harm the engine, which answers into nothing.
-        await frontend.add(engine_request(3, max_tokens=1_000_000))
+        await frontend.add(engine_request(3, max_tokens=60_000))
         await eventually(lambda: len(frontend.tokens[3]) > 0)
         waiting = call(utility(pause=request.Pause(mode=core_pb2.PAUSE_MODE_WAIT)), timeout=0.2)
         await refused(waiting, grpc.StatusCode.DEADLINE_EXCEEDED)
