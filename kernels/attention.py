@@ -177,7 +177,7 @@ class _Scores:
         rows, num_queries, num_heads, head_size = query.shape
         groups, num_keys = num_heads // self.num_kv_heads, keys.shape[2]
         # [rows, num_kv_heads, queries * groups, head_size]: the heads of a group share their keys in one product.
-        packed = query.float().view(rows, num_queries, self.num_kv_heads, groups, head_size).transpose(1, 2)
+        packed = query.float().reshape(rows, num_queries, self.num_kv_heads, groups, head_size).transpose(1, 2)
         packed = packed.reshape(rows * self.num_kv_heads, num_queries * groups, head_size) * self.scale
         scores = torch.bmm(packed, keys.flatten(0, 1).transpose(1, 2))
         scores = scores.view(rows, self.num_kv_heads, num_queries, groups, num_keys)

@@ -35,5 +35,6 @@ def torch_write_kv(
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         is_kept = slot_mapping >= 0
         key, value, slot_mapping = key[is_kept], value[is_kept], slot_mapping[is_kept]
-    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key.to(key_cache.dtype))
-    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value.to(value_cache.dtype))
+    # view, not flatten: a cache that can't be viewed as slots must fail, not be copied.
+    key_cache.view(-1, *key_cache.shape[2:]).index_copy_(0, slot_mapping, key.to(key_cache.dtype))
+    value_cache.view(-1, *value_cache.shape[2:]).index_copy_(0, slot_mapping, value.to(value_cache.dtype))
