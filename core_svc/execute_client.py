@@ -129,13 +129,13 @@ class ExecuteStream:
                 self._take(response)
             error: PagewireError = UnavailableError("the worker closed the Execute stream")
         except grpc.RpcError as rpc_error:
-            error = from_rpc_error(rpc_error)
+            error = _as_loss(from_rpc_error(rpc_error))
         except PagewireError as pagewire_error:
-            error = pagewire_error
+            error = _as_loss(pagewire_error)
         except Exception as unexpected:
             # A reader that dies in silence would leave the engine waiting until the watcher's bound.
             logger.exception("an answer of the worker cannot be read")
-            error = InternalError(f"an answer of the worker cannot be read: {unexpected!r}")
+            error = UnavailableError(f"an answer of the worker cannot be read: {unexpected!r}")
         self._end(error, is_reported=True)
 
     def _take(self, response: worker_pb2.ExecuteResponse) -> None:
@@ -202,3 +202,10 @@ class ExecuteStream:
             self._on_lost(error)
         for future in pending:
             future.set_exception(error)
+
+
+def _as_loss(error: PagewireError) -> PagewireError:
+    """What ends a stream is the loss of the worker whatever its code, except a refusal, whose reason matters."""
+    if isinstance(error, FailedPreconditionError):
+        return error
+    return UnavailableError(f"the stream to the worker broke: {error.message}", reason=error.reason)

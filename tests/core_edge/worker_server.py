@@ -66,7 +66,7 @@ class Script:
     load_s: float = 0.0
     load_error: PagewireError | None = None
     step_error: PagewireError | None = None
-    """Fails the next step, in band."""
+    """Fails the next step, in band; it has not happened then."""
     break_stream: bool = False
     """Ends the Execute stream at the next plan."""
     hold: asyncio.Event = field(default_factory=asyncio.Event)
@@ -157,14 +157,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def _run(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
         if (plan.epoch, plan.step) != (self.epoch, self.next_step):
             raise FailedPreconditionError(f"{(plan.epoch, plan.step)} is not {(self.epoch, self.next_step)}")
-        self.next_step += 1
-        self.script.plans.append(plan)
         if self.script.step_error is not None:
             error, self.script.step_error = self.script.step_error, None
             failure = worker_pb2.StepResult.StepFailure(
                 code=grpc.StatusCode[error.code].value[0], message=error.message
             )
             return worker_pb2.StepResult(epoch=plan.epoch, step=plan.step, failure=failure)
+        self.next_step += 1
+        self.script.plans.append(plan)
         for slot in unpack_int32(plan.released_slots).tolist():
             del self._slots[slot]
         for new in plan.new_requests:
