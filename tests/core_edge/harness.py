@@ -29,10 +29,11 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S
             await asyncio.sleep(0.01)
 
 
-def engine_request(request_id: int, prompt: Iterable[int] = (1, 2, 3), max_tokens: int = 5) -> core_pb2.EngineRequest:
+def engine_request(request_id: int, prompt: Iterable[int] | None = None, max_tokens: int = 5) -> core_pb2.EngineRequest:
+    """A greedy request; without a prompt it gets three tokens that are its own."""
     return core_pb2.EngineRequest(
         request_id=request_id,
-        prompt_token_ids=pack_int32(prompt),
+        prompt_token_ids=pack_int32((1, 2, 3 + request_id % 1000) if prompt is None else prompt),
         sampling_params=types_pb2.SamplingParams(temperature=0, max_tokens=max_tokens, seed=1),
     )
 
@@ -77,6 +78,7 @@ async def running_core(worker: ScriptedWorker | None = None, **settings: Any) ->
         await process.connect()
         async with secure_or_insecure_channel(f"127.0.0.1:{process.port}") as channel:
             yield Core(process, worker, channel)
+        assert worker.servicer.executor.violations == []
     finally:
         await process.stop(0.0)
         await worker.stop()

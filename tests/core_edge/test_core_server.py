@@ -73,10 +73,11 @@ def test_add_stream_finish() -> None:
     async def body(core: Core) -> None:
         frontend = Frontend(core)
         await frontend.open()
-        response = await frontend.add(engine_request(1, range(1, 40), 9), engine_request(2, [5], 3))
+        requests = [engine_request(1, range(1, 40), 9), engine_request(2, [5], 3)]
+        response = await frontend.add(*requests)
         assert response.core_incarnation == core.process.incarnation
         await frontend.ended(1, 2)
-        assert frontend.tokens == {1: expected_tokens(1, 39, 9), 2: expected_tokens(2, 1, 3)}
+        assert frontend.tokens == {r.request_id: expected_tokens(r) for r in requests}
         assert frontend.finished[1].reason == types_pb2.FINISH_REASON_LENGTH
         await core.assert_empty()
 
@@ -108,7 +109,7 @@ def test_a_repeated_add_changes_nothing() -> None:
         await frontend.add(engine_request(1, max_tokens=20))
         await frontend.add(engine_request(2))
         await frontend.ended(2)
-        assert frontend.tokens[1] == expected_tokens(1, 3, 20)
+        assert frontend.tokens[1] == expected_tokens(engine_request(1, max_tokens=20))
         assert (await core.stats()).num_finished == 2
         await core.assert_empty()
 
@@ -121,11 +122,11 @@ def test_children_are_added_all_or_none() -> None:
     async def body(core: Core) -> None:
         frontend = Frontend(core)
         await frontend.open()
-        bad = engine_request(12, [999, 1000])
+        bad = engine_request(12, [49_999, 50_000])
         message = await refused(
             frontend.add(engine_request(10), engine_request(11), bad), grpc.StatusCode.INVALID_ARGUMENT
         )
-        assert "requests[2].prompt_token_ids[1]" in message and "1000" in message
+        assert "requests[2].prompt_token_ids[1]" in message and "50000" in message
         assert (await core.stats()).num_running == 0
         await frontend.add(*(engine_request(i, max_tokens=60_000) for i in (20, 21, 22)))
         await eventually(lambda: all(len(frontend.tokens[i]) > 2 for i in (20, 21, 22)))
@@ -204,7 +205,10 @@ def test_reconnect_gives_every_token_exactly_once() -> None:
             assert frontend.unknown == []
             await frontend.acknowledge()
         await frontend.ended(1, 2)
-        assert frontend.tokens == {1: expected_tokens(1, 3, 400), 2: expected_tokens(2, 3, 300)}
+        assert frontend.tokens == {
+            1: expected_tokens(engine_request(1, max_tokens=400)),
+            2: expected_tokens(engine_request(2, max_tokens=300)),
+        }
         await core.assert_empty()
 
     with_core(body, Script(step_s=0.001))
@@ -215,13 +219,21 @@ def test_what_ended_during_a_break_is_delivered_after_it() -> None:
         frontend = Frontend(core)
         await frontend.open()
         core.script.hold.clear()
-        await frontend.add(engine_request(1, max_tokens=5))
+        await frontend.add(
+            engine_request(
+                1,
+            )
+        )
         await frontend.break_stream()
         core.script.hold.set()
         await asyncio.sleep(0.1)
         await frontend.open()
         await frontend.ended(1)
-        assert frontend.tokens[1] == expected_tokens(1, 3, 5)
+        assert frontend.tokens[1] == expected_tokens(
+            engine_request(
+                1,
+            )
+        )
         await frontend.acknowledge()
         await eventually(lambda: core.process._hub.require_open(frontend.incarnation).num_bytes == 0)
 
@@ -243,7 +255,7 @@ def test_a_second_stream_replaces_the_first() -> None:
         first.start_reading()
         assert (await first.stream_error()).code() is grpc.StatusCode.ABORTED
         await second.ended(1)
-        assert second.tokens[1] == expected_tokens(1, 3, 300)
+        assert second.tokens[1] == expected_tokens(engine_request(1, max_tokens=300))
         await asyncio.sleep(0.5)
         assert core.process._hub.num_open == 1, "the end of the first must not start a lease"
 
@@ -272,16 +284,19 @@ def test_frontends_do_not_see_each_other() -> None:
     """Case: vllm#10583"""
 
     async def body(core: Core) -> None:
+        # The same ids on purpose.
+        def requests_of(i: int) -> list[core_pb2.EngineRequest]:
+            return [engine_request(1, range(1, 5 + i), 30), engine_request(2, [9 + i], 10 + i)]
+
         frontends = [Frontend(core) for _ in range(3)]
         for frontend in frontends:
             await frontend.open()
-        # The same ids on purpose.
         for i, frontend in enumerate(frontends):
-            await frontend.add(engine_request(1, range(1, 5 + i), 30), engine_request(2, [9], 10 + i))
+            await frontend.add(*requests_of(i))
         assert await frontends[0].abort(3) == [types_pb2.ABORT_OUTCOME_NOT_FOUND]
         for i, frontend in enumerate(frontends):
             await frontend.ended(1, 2)
-            assert frontend.tokens == {1: expected_tokens(1, 4 + i, 30), 2: expected_tokens(2, 1, 10 + i)}
+            assert frontend.tokens == {r.request_id: expected_tokens(r) for r in requests_of(i)}
         await core.assert_empty()
 
     with_core(body)
@@ -293,7 +308,7 @@ def test_a_slow_reader_gets_merged_outputs() -> None:
             slow, fast = Frontend(core, channel=channel), Frontend(core)
             await slow.open(is_reading=False)
             await fast.open()
-            count, length = 64, 600
+            count, length = 64, 300
             await slow.add(*(engine_request(i, max_tokens=length) for i in range(count)))
             buffer = core.process._hub.require_open(slow.incarnation)
             await eventually(lambda: buffer.num_live == 0, 60)
@@ -304,7 +319,7 @@ def test_a_slow_reader_gets_merged_outputs() -> None:
             await slow.ended(*range(count))
             assert slow.num_messages < length / 2, "several steps came in one message"
             for i in range(count):
-                assert slow.tokens[i] == expected_tokens(i, 3, length)
+                assert slow.tokens[i] == expected_tokens(engine_request(i, max_tokens=length))
             await core.assert_empty()
 
     with_core(body, heartbeat_interval_ms=1000)
@@ -389,7 +404,11 @@ def test_utilities() -> None:
         assert frontend.tokens[2] == [] and (await core.stats()).sleep_level == 2
         assert (await call(utility(wake_up=request.WakeUp()))).wake_up.epoch == 2
         await frontend.ended(2)
-        assert frontend.tokens[2] == expected_tokens(2, 3, 5)
+        assert frontend.tokens[2] == expected_tokens(
+            engine_request(
+                2,
+            )
+        )
         await refused(call(utility()), grpc.StatusCode.INVALID_ARGUMENT)
         await refused(call(utility(list_adapters=request.ListAdapters())), grpc.StatusCode.UNIMPLEMENTED)
         # A caller that gives up must not harm the engine, which answers into nothing.
@@ -515,10 +534,10 @@ def test_a_prompt_message_of_five_mebibytes_runs() -> None:
     async def body(core: Core) -> None:
         frontend = Frontend(core)
         await frontend.open()
-        num_tokens = 5 * 2**20 // 4 + 1
-        await frontend.add(engine_request(1, np.ones(num_tokens, np.int32), 2))
+        request = engine_request(1, np.ones(5 * 2**20 // 4 + 1, np.int32), 2)
+        await frontend.add(request)
         await eventually(lambda: 1 in frontend.finished, 60)
-        assert frontend.tokens[1] == expected_tokens(1, num_tokens, 2)
+        assert frontend.tokens[1] == expected_tokens(request)
         await core.assert_empty()
 
     with_core(body, Script(num_kv_blocks=100_000), max_num_batched_tokens=2**18, enable_prefix_caching=False)

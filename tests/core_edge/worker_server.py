@@ -1,4 +1,4 @@
-"""A WorkerService for tests of the core's edge: real gRPC, a deterministic model, and switches for every way to fail.
+"""A WorkerService for tests of the core's edge: real gRPC around FakeExecutor, and switches for every way to fail.
 
 Also a process of its own: `python worker_server.py` prints its port and serves until it is killed.
 """
@@ -6,24 +6,27 @@ Also a process of its own: `python worker_server.py` prints its port and serves 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import numpy as np
 
+from core_svc.executor import CacheSpec
+from core_svc.fake_executor import FakeExecutor
+from core_svc.fake_model import FakeModel
 from pagewire.columns import pack_int32, unpack_int32
 from pagewire.engine import ModelInfo
 from pagewire.errors import FailedPreconditionError, PagewireError, UnavailableError
+from pagewire.plan import NewRequest, StepPlan, StepResult
 from pagewire.runtime.lifetime import new_incarnation
 from pagewire.runtime.server import GrpcServer
+from pagewire.sampling_wire import sampling_params_from_proto
 from pagewire.types_wire import model_info_to_proto, tokenizer_chunks, tokenizer_sha256
-from pagewire.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from pagewire.v1 import core_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
-VOCAB_SIZE = 1000
+MODEL = FakeModel()
 TOKENIZER_FILES = {"tokenizer.json": b"{}" * 300_000, "chat_template.jinja": b"{{ messages }}"}
 
 
@@ -35,21 +38,59 @@ def model_info(max_model_len: int = 2_000_000) -> ModelInfo:
         kv_cache_dtype="float32",
         tokenizer_sha256=tokenizer_sha256(TOKENIZER_FILES),
         weights_id="w1",
-        vocab_size=VOCAB_SIZE,
+        vocab_size=MODEL.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=(0,),
+        eos_token_ids=(MODEL.eos_token_id,),
     )
 
 
-def next_token(request_id: int, position: int) -> int:
-    """The token that the scripted model puts at a position: never an end-of-sequence."""
-    digest = hashlib.sha256(f"{request_id}:{position}".encode()).digest()
-    return int.from_bytes(digest[:4], "little") % (VOCAB_SIZE - 1) + 1
+def expected_tokens(request: core_pb2.EngineRequest) -> list[int]:
+    """What a request must produce, up to its max_tokens."""
+    params = sampling_params_from_proto(request.sampling_params)
+    prompt = unpack_int32(request.prompt_token_ids).tolist()
+    return MODEL.generate(prompt, params, params.max_tokens or 0)
 
 
-def expected_tokens(request_id: int, num_prompt_tokens: int, num_tokens: int) -> list[int]:
-    """What a request must produce."""
-    return [next_token(request_id, num_prompt_tokens + i) for i in range(num_tokens)]
+def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
+    """The plan as it arrived."""
+    columns = {
+        name: unpack_int32(getattr(message, name))
+        for name in (
+            "slots",
+            "num_scheduled_tokens",
+            "num_computed_tokens",
+            "num_sampled_tokens",
+            "num_new_blocks",
+            "new_block_ids",
+            "released_slots",
+            "num_draft_tokens",
+            "draft_token_ids",
+            "zero_block_ids",
+        )
+    }
+    new_requests = [
+        NewRequest(
+            new.slot,
+            new.frontend_incarnation,
+            new.request_id,
+            unpack_int32(new.token_ids),
+            new.num_prompt_tokens,
+            sampling_params_from_proto(new.sampling_params),
+        )
+        for new in message.new_requests
+    ]
+    return StepPlan(epoch=message.epoch, step=message.step, new_requests=new_requests, **columns)
+
+
+def result_to_proto(result: StepResult) -> worker_pb2.StepResult:
+    """A result without log-probabilities."""
+    return worker_pb2.StepResult(
+        epoch=result.epoch,
+        step=result.step,
+        slots=pack_int32(result.slots),
+        num_tokens=pack_int32(result.num_tokens),
+        token_ids=pack_int32(result.token_ids),
+    )
 
 
 @dataclass
@@ -89,7 +130,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self.next_step = 1
         self.sleep_level = 0
         self.num_loads = 0
-        self._slots: dict[int, int] = {}
+        self.executor = FakeExecutor(2, model=MODEL, epoch=0)
         self._counter = 0
 
     def check(self, core_incarnation: str) -> None:
@@ -121,9 +162,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if request.epoch <= self.epoch:
             raise FailedPreconditionError(f"epoch {request.epoch} is not above {self.epoch}")
         self.epoch, self.next_step = request.epoch, 1
-        self._slots.clear()
+        spec = CacheSpec(
+            block_size=request.block_size,
+            num_blocks=request.num_blocks or self.script.num_kv_blocks,
+            max_num_seqs=request.max_num_seqs,
+            max_num_batched_tokens=request.max_num_batched_tokens,
+        )
+        cache = self.executor.initialize_cache(spec, request.epoch)
         return worker_pb2.InitializeCacheResponse(
-            num_blocks=request.num_blocks or self.script.num_kv_blocks, bytes_per_block=1024, kv_cache_dtype=1
+            num_blocks=cache.num_blocks, bytes_per_block=1024, kv_cache_dtype=types_pb2.DATA_TYPE_FLOAT32
         )
 
     async def Execute(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
@@ -165,24 +212,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             return worker_pb2.StepResult(epoch=plan.epoch, step=plan.step, failure=failure)
         self.next_step += 1
         self.script.plans.append(plan)
-        for slot in unpack_int32(plan.released_slots).tolist():
-            del self._slots[slot]
-        for new in plan.new_requests:
-            assert new.slot not in self._slots
-            self._slots[new.slot] = new.request_id
-        slots, tokens = [], []
-        columns = (plan.slots, plan.num_computed_tokens, plan.num_scheduled_tokens, plan.num_sampled_tokens)
-        for slot, computed, scheduled, sampled in np.stack([unpack_int32(c) for c in columns], 1).tolist():
-            if sampled:
-                slots.append(slot)
-                tokens.append(next_token(self._slots[slot], computed + scheduled))
-        return worker_pb2.StepResult(
-            epoch=plan.epoch,
-            step=plan.step,
-            slots=pack_int32(slots),
-            num_tokens=pack_int32([1] * len(slots)),
-            token_ids=pack_int32(tokens),
-        )
+        return result_to_proto(self.executor.submit(plan_from_proto(plan)).result())
 
     async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.check(request.core_incarnation)
@@ -195,6 +225,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         match request.WhichOneof("command"):
             case "sleep":
                 self.sleep_level = request.sleep.level
+                self.executor.sleep(request.sleep.level)
                 return response(sleep=response.Sleep(freed_bytes=123))
             case "wake_up":
                 self.sleep_level = 0
