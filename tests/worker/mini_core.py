@@ -53,7 +53,7 @@ class MiniCore:
         self.epoch = epoch
         self.step = 0
         self.free_blocks = list(range(num_blocks - 1, 0, -1))
-        self.free_slots = list(range(63, -1, -1))
+        self.free_slots = list(range(64))
         self.released: list[int] = []
 
     def plan(self, rows: Sequence[tuple[Req, int] | tuple[Req, int, list[int]]], **changes: object) -> StepPlan:

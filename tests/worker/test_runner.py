@@ -280,7 +280,7 @@ def test_grammar_masks_with_drafts(core, runner):
 
 
 @pytest.mark.parametrize(
-    "change", [{"step": 99}, {"slots": int32([63])}, {"num_mask_rows": int32([2])}, {"mask": int32([1])}]
+    "change", [{"step": 99}, {"slots": int32([5])}, {"num_mask_rows": int32([2])}, {"mask": int32([1])}]
 )
 def test_wrong_grammar_mask_fails_the_step(core, runner, change):
     req = request(PROMPT)
