@@ -15,6 +15,8 @@ class PagewireError(Exception):
 
     code: ClassVar[str] = "INTERNAL"
     reason: str = "INTERNAL"
+    request: object | None = None
+    """The request that failed; the public client attaches it."""
 
     def __init__(self, message: str, *, reason: str | None = None, metadata: dict[str, str] | None = None) -> None:
         super().__init__(message)

@@ -1,0 +1,96 @@
+"""`pagewire generate`: one prompt to a running frontend, its answer streamed to the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from pagewire.client import Client, Response
+from pagewire.errors import PagewireError
+from pagewire.sampling_flags import add_sampling_flags, sampling_from_flags
+
+DEFAULT_SERVER = "127.0.0.1:50051"
+
+
+def server_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds --server."""
+    default = os.environ.get("PAGEWIRE_SERVER") or DEFAULT_SERVER
+    help_text = f"address of a frontend (default: {DEFAULT_SERVER}; env PAGEWIRE_SERVER)"
+    parser.add_argument("--server", metavar="HOST:PORT", default=default, help=help_text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pagewire generate",
+        description="Send one prompt to a running frontend and stream the answer. Text goes to standard output, "
+        "the count of tokens to standard error.",
+    )
+    parser.add_argument("prompt", nargs="?", help="the prompt; left out or - reads standard input")
+    server_flag(parser)
+    parser.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="ask through the model's chat template (default: where it has one); --no-chat continues the plain text",
+    )
+    parser.add_argument("--system", default="", help="system message of a chat")
+    parser.add_argument("--timeout", type=float, default=None, metavar="SECONDS", help="give up after so long")
+    parser.add_argument("--quiet", action="store_true", help="no line with the count of tokens")
+    add_sampling_flags(parser)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    prompt = sys.stdin.read() if arguments.prompt in (None, "-") else arguments.prompt
+    try:
+        with Client(arguments.server, timeout_s=arguments.timeout) as client:
+            _ask(client, prompt, arguments)
+    except PagewireError as error:
+        print(f"pagewire generate: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of our output has gone, as in `| head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _ask(client: Client, prompt: str, arguments: argparse.Namespace) -> None:
+    sampling = sampling_from_flags(arguments)
+    is_chat = arguments.chat if arguments.chat is not None else client.get_model().has_chat_template
+    started = time.monotonic()
+    if is_chat:
+        system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+        parts = client.chat([*system, {"role": "user", "content": prompt}], **sampling)
+    else:
+        parts = client.generate(prompt, **sampling)
+    if sampling.get("n", 1) > 1:
+        _print_all(list(parts))
+        return
+    last: Response | None = None
+    for last in parts:
+        print(last.text, end="", flush=True)
+    print(flush=True)
+    if last is not None and last.usage is not None and not arguments.quiet:
+        usage, reason = last.usage, next((o.finish_reason for o in last.outputs if o.finish_reason), None)
+        print(
+            f"[{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} generated "
+            f"in {time.monotonic() - started:.2f} s, ended by {reason.name.lower() if reason else 'the server'}]",
+            file=sys.stderr,
+        )
+
+
+def _print_all(parts: list[Response]) -> None:
+    """Several completions come interleaved: each is printed as a whole."""
+    texts: dict[int, str] = {}
+    for part in parts:
+        for output in part.outputs:
+            texts[output.index] = texts.get(output.index, "") + output.text
+    for index, text in sorted(texts.items()):
+        print(f"--- {index}\n{text}")

@@ -1,0 +1,211 @@
+"""`pagewire serve`: frontend, core and worker as three processes on this machine, from a model's name to an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagewire.client import AsyncClient
+from pagewire.errors import PagewireError, UnavailableError
+from pagewire.runtime.logs import LEVELS, setup_logging
+from pagewire.runtime.ready import Ready
+from pagewire.runtime.server import wait_for_signal
+from pagewire.runtime.settings import parse_bytes, parse_settings, setting
+from pagewire.supervisor import Group
+
+DESCRIPTION = """Serve a model on this machine: fetches it where needed, starts worker, core and frontend as three
+processes, waits until they are healthy, streams one answer to the terminal, and serves until Ctrl-C. Flags that are
+left out do not reach a process, so that its own variables (PAGEWIRE_CORE_..., see `pagewire core --help`) count."""
+
+_PASSED_ON = {
+    "worker": ("model", "device", "kv_cache_memory", "num_threads", "log_level", "drain_s", "max_message_bytes"),
+    "core": (
+        "dtype",
+        "max_model_len",
+        "force_generic",
+        "block_size",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "long_prefill_token_threshold",
+        "policy",
+        "enable_prefix_caching",
+        "log_requests",
+        "log_level",
+        "drain_s",
+        "startup_timeout_s",
+        "max_message_bytes",
+    ),
+    "frontend": ("host", "port", "log_level", "drain_s", "max_message_bytes"),
+}
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """Settings of the group; most are handed to the process that they concern."""
+
+    model: str = setting("smollm2", help="alias, local directory, local .gguf file, or hub id")
+    host: str = setting("127.0.0.1", help="address that the frontend listens on; 0.0.0.0 is every interface")
+    port: int = setting(50051, help="the frontend's port; 0 takes a free one", low=0, high=65535)
+    device: str = setting("cpu", help="where to compute: cpu, cuda or cuda:<index>")
+    dtype: str = setting("", help="float32, bfloat16 or float16; empty: the worker's choice for model and device")
+    max_model_len: int = setting(0, help="longest sequence in tokens; 0: the model's own limit", low=0)
+    kv_cache_memory: int = setting(
+        0, help="memory for the KV cache, such as 4GiB; 0: found out", low=0, metavar="BYTES", parse=parse_bytes
+    )
+    max_num_seqs: int = setting(128, help="most requests that run at once", low=1)
+    max_num_batched_tokens: int = setting(2048, help="most tokens that one step computes", low=1)
+    long_prefill_token_threshold: int = setting(0, help="most prompt tokens per request and step; 0: no limit", low=0)
+    policy: str = setting("fcfs", help="who is served first", choices=("fcfs", "priority"))
+    enable_prefix_caching: bool = setting(True, help="reuse the KV of equal prompt beginnings")
+    block_size: int = setting(16, help="tokens per KV block", low=1, high=1024)
+    force_generic: bool = setting(False, help="run the model through transformers' code even where ours knows it")
+    num_threads: int = setting(0, help="threads of a computation on the CPU; 0: one per core", low=0)
+    log_requests: bool = setting(False, help="log a line per request and step")
+    log_level: str = setting("info", help="how much the processes log to this terminal", choices=LEVELS)
+    max_message_bytes: int = setting(
+        64 * 2**20, help="largest gRPC message", low=1024, high=2**31 - 1, metavar="BYTES", parse=parse_bytes
+    )
+    startup_timeout_s: float = setting(600.0, help="seconds that each process gets to start", low=1, metavar="SECONDS")
+    drain_s: float = setting(30.0, help="seconds that running requests get after Ctrl-C", low=0, metavar="SECONDS")
+    demo: bool = setting(True, help="stream one answer to the terminal when everything is up")
+    demo_prompt: str = setting("In one sentence: what is the sea made of?", help="what that answer is about")
+
+
+def arguments_for(service: str, settings: ServeSettings) -> list[str]:
+    """The flags of one process: what `settings` has that is not a default."""
+    found = []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        always = field.name in ("host", "port", "model")
+        if field.name not in _PASSED_ON[service] or (value == field.default and not always):
+            continue
+        flag = field.name.replace("_", "-")
+        if isinstance(value, bool):
+            found.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            found.append(f"--{flag}={value}")
+    return found
+
+
+def fetch(model: str) -> None:
+    """Has the model's files there before anything starts, with a progress bar. Raises UnavailableError."""
+    done = subprocess.run([sys.executable, "-m", "worker_svc.fetch", model], stdout=subprocess.PIPE)
+    if done.returncode != 0:
+        raise UnavailableError(f"the model {model!r} could not be had; the message is above")
+
+
+async def start_all(group: Group, settings: ServeSettings) -> list[Ready]:
+    """Starts worker, core and frontend, each when the one behind it is ready."""
+    timeout_s = settings.startup_timeout_s
+    worker = await group.start("worker", ["--port=0", *arguments_for("worker", settings)], timeout_s)
+    core_arguments = ["--port=0", f"--worker={worker.address}", *arguments_for("core", settings)]
+    core = await group.start("core", core_arguments, timeout_s)
+    frontend_arguments = [f"--core={core.address}", *arguments_for("frontend", settings)]
+    frontend = await group.start("frontend", frontend_arguments, timeout_s)
+    return [frontend, core, worker]
+
+
+def _reachable(ready: Ready) -> str:
+    """An address that a client on this machine can use."""
+    return ready.address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
+
+
+async def show_answer(target: str, prompt: str) -> None:
+    """Streams one answer to the terminal."""
+    async with AsyncClient(target, timeout_s=120) as client:
+        model = await client.get_model()
+        print(f"\n> {prompt}\n", flush=True)
+        started, num_tokens = time.monotonic(), 0
+        ask = client.chat if model.has_chat_template else client.generate
+        async for part in ask(prompt, temperature=0.0, max_tokens=48):
+            print(part.text, end="", flush=True)
+            num_tokens = part.usage.completion_tokens if part.usage else num_tokens
+        print(f"\n\n({num_tokens} tokens in {time.monotonic() - started:.1f} s)\n", flush=True)
+
+
+def _command(name: str) -> str:
+    """How a user types a command of this virtual environment."""
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        return name
+    shown = os.path.relpath(path)
+    return shlex.quote(str(path) if shown.startswith("..") else shown)
+
+
+def print_addresses(model: str, addresses: Sequence[Ready], target: str) -> None:
+    """Where everything is, and one call to copy."""
+    print(f"{model} is served:")
+    for ready in addresses:
+        print(f"  {ready.service:<9} {ready.address}")
+    print("\nTry it from another terminal:")
+    print(f'  {_command("pagewire")} generate --server {target} "Why is the sky blue?"')
+    grpcurl = Path(sys.executable).parent / "grpcurl"
+    if grpcurl.exists() or shutil.which("grpcurl"):
+        body = '{"text": "The capital of France is", "sampling_params": {"max_tokens": 8, "temperature": 0}}'
+        print(f"  {_command('grpcurl')} -plaintext -d '{body}' {target} pagewire.v1.FrontendService/Generate")
+    print("\nCtrl-C ends it.", flush=True)
+
+
+async def supervise(settings: ServeSettings) -> int:
+    """Runs the group until a signal (status 0 after a clean drain) or a death or failed start (1)."""
+    group = Group()
+    signalled = asyncio.ensure_future(wait_for_signal())
+    running = asyncio.ensure_future(_run(group, settings))
+    await asyncio.wait((signalled, running), return_when=asyncio.FIRST_COMPLETED)
+    if signalled.done():
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        print(f"\n{signalled.result().name}: draining (again to stop at once)", file=sys.stderr, flush=True)
+        is_clean = await group.drain(settings.drain_s + 10)
+        print("all processes have ended", file=sys.stderr, flush=True)
+        return 0 if is_clean else 1
+    signalled.cancel()
+    error = running.exception()
+    if not isinstance(error, PagewireError) and error is not None:
+        await group.kill()
+        raise error
+    message = error.message if isinstance(error, PagewireError) else running.result()
+    print(f"pagewire serve: {message}; stopping the others", file=sys.stderr, flush=True)
+    await group.kill()
+    return 1
+
+
+async def _run(group: Group, settings: ServeSettings) -> str:
+    """Starts everything and returns how the first process that ended did so."""
+    addresses = await start_all(group, settings)
+    target = _reachable(addresses[0])
+    death = asyncio.ensure_future(group.wait_for_death())
+    if settings.demo:
+        demo = asyncio.ensure_future(show_answer(target, settings.demo_prompt))
+        await asyncio.wait((death, demo), return_when=asyncio.FIRST_COMPLETED)
+        if not death.done():
+            demo.result()
+        else:
+            demo.cancel()
+            await asyncio.gather(demo, return_exceptions=True)
+    if not death.done():
+        print_addresses(settings.model, addresses, target)
+    return (await death).how_it_ended
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `pagewire serve`; returns the exit status."""
+    settings = parse_settings(ServeSettings, "serve", argv, description=DESCRIPTION)
+    setup_logging("serve", settings.log_level)
+    try:
+        fetch(settings.model)
+        return asyncio.run(supervise(settings))
+    except PagewireError as error:
+        print(f"pagewire serve: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
