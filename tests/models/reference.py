@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-# Before transformers, so that transformers does not take our `kernels` for another package.
-import worker_svc.models  # noqa: F401
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from worker_svc.models.gguf_files import shared_gguf_parsing
+from worker_svc.models.gguf_files import gguf_progress, shared_gguf_parsing
 
 NEAR_TIE = 1e-4
 
@@ -35,7 +33,7 @@ class Reference:
 
     def __init__(self, path: Path) -> None:
         directory, files = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
-        with shared_gguf_parsing():
+        with shared_gguf_parsing(), gguf_progress(lambda fraction: None):
             self.model: Any = AutoModelForCausalLM.from_pretrained(
                 directory, dtype=torch.float32, attn_implementation="eager", **files
             ).eval()
@@ -47,17 +45,14 @@ class Reference:
         logits: torch.Tensor = self.model(torch.tensor([list(token_ids)]), use_cache=False).logits[0]
         return logits
 
-    @torch.no_grad()
     def greedy(self, prompt_ids: Sequence[int], max_tokens: int, eos_token_ids: Sequence[int] = ()) -> list[int]:
-        """The likeliest continuation; ends with an end-of-sequence token or after max_tokens."""
-        ids, past, output = torch.tensor([list(prompt_ids)]), None, []
-        for _ in range(max_tokens):
-            result = self.model(ids, past_key_values=past, use_cache=True)
-            past, token = result.past_key_values, int(result.logits[0, -1].argmax())
-            output.append(token)
-            if token in eos_token_ids:
-                break
-            ids = torch.tensor([[token]])
+        """transformers' own greedy generation; ends with an end-of-sequence token or after max_tokens."""
+        ids = torch.tensor([list(prompt_ids)])
+        settings = GenerationConfig(
+            max_new_tokens=max_tokens, do_sample=False, eos_token_id=list(eos_token_ids) or -1, pad_token_id=0
+        )
+        result = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        output: list[int] = result[0, len(prompt_ids) :].tolist()
         return output
 
     def check_greedy(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Greedy:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
 
@@ -46,6 +47,18 @@ def gguf_progress(on_fraction: OnFraction) -> Iterator[None]:
         yield
 
 
+class _PlainReader(gguf.GGUFReader):
+    """Slices a plain array over the file: slicing a numpy.memmap costs several times as much, and there are millions."""
+
+    @property
+    def data(self) -> Any:
+        return self._data
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        self._data = np.asarray(value)
+
+
 @contextlib.contextmanager
 def shared_gguf_parsing() -> Iterator[None]:
     """Within it, a GGUF file is parsed once.
@@ -64,7 +77,7 @@ def shared_gguf_parsing() -> Iterator[None]:
         return copy.deepcopy(metadata[str(path)])
 
     with (
-        _replaced(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
+        _replaced(gguf, "GGUFReader", functools.cache(_PlainReader)),
         _replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
         _replaced(modeling_gguf_pytorch_utils, "load_gguf_checkpoint", load_once),
     ):

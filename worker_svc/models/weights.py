@@ -24,6 +24,7 @@ def fill_from_files(
 
     Raises InvalidArgumentError naming the file for tensors that are missing, unknown or of another shape.
     """
+    # A GGUF file reports while it is dequantized, which comes before the first tensor.
     tensors = gguf_tensors(files.path, config, on_fraction) if files.gguf_file else _safetensors(files)
     missing = set(views)
     for name, tensor in tensors:
@@ -36,7 +37,8 @@ def fill_from_files(
             raise _bad(files, f"{name} has shape {tuple(tensor.shape)}, the configuration says {tuple(view.shape)}")
         view.copy_(tensor)
         missing.discard(name)
-        on_fraction(1 - len(missing) / len(views))
+        if not files.gguf_file:
+            on_fraction(1 - len(missing) / len(views))
     if missing:
         raise _bad(files, f"{len(missing)} of {len(views)} tensors are missing, the first is {min(missing)}")
 
