@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 FLUSH_S = 5.0
 """How long frontends get to read the last outputs of a core that stops."""
+STEP_GRACE_S = 1.0
+"""How long a step may take to end once the drain is over."""
 STATS_INTERVAL_S = 1.0
 T = TypeVar("T")
 
@@ -112,7 +114,10 @@ class CoreProcess:
         engine, thread = self._engine, self._engine_thread
         if engine is not None and thread is not None:
             await self._in_thread(lambda: engine.shutdown(drain_s))
-            await self._in_thread(lambda: thread.join(drain_s + FLUSH_S))
+            await self._in_thread(lambda: thread.join(drain_s + STEP_GRACE_S))
+            if thread.is_alive():
+                engine.fail(UnavailableError("the core is shutting down, and a step does not end"))
+                await self._in_thread(lambda: thread.join(STEP_GRACE_S))
             deadline_s = time.monotonic() + FLUSH_S
             while self._hub.has_unsent and time.monotonic() < deadline_s:
                 await asyncio.sleep(0.01)

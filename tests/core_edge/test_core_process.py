@@ -142,8 +142,10 @@ def test_a_wedged_worker_does_not_hold_up_the_shutdown() -> None:
             await asyncio.sleep(0.3)
             started_s = time.monotonic()
             command.process.send_signal(signal.SIGTERM)
-            await asyncio.to_thread(command.wait)
-            assert time.monotonic() - started_s < 10
+            await frontend.ended(1)
+            assert frontend.finished[1].error_code == grpc.StatusCode.UNAVAILABLE.value[0]
+            assert await asyncio.to_thread(command.wait) == 0
+            assert time.monotonic() - started_s < 5
 
     asyncio.run(run())
 
