@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,17 +23,20 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def smollm2_files() -> Mapping[str, bytes]:
-    """The tokenizer files that the worker exports for the default model.
+def smollm2_reference() -> Any:
+    """transformers' own tokenizer of the default model, to compare with."""
+    from worker_svc.models.sources import locate
+    from worker_svc.models.tokenizer_files import load_tokenizer
 
-    PAGEWIRE_TEST_TOKENIZER names a directory with them, where it saves loading the model again.
-    """
-    directory = os.environ.get("PAGEWIRE_TEST_TOKENIZER")
-    if directory:
-        return {path.name: path.read_bytes() for path in Path(directory).iterdir() if path.is_file()}
-    from worker_svc.models.loader import load_model
+    return load_tokenizer(locate("smollm2"))
 
-    return load_model("smollm2").tokenizer_files
+
+@pytest.fixture(scope="session")
+def smollm2_files(smollm2_reference: Any) -> Mapping[str, bytes]:
+    """The tokenizer files that the worker exports for the default model."""
+    from worker_svc.models.tokenizer_files import export_tokenizer
+
+    return export_tokenizer(smollm2_reference)
 
 
 @pytest.fixture(scope="session")
