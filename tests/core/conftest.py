@@ -3,4 +3,9 @@
 import sys
 from pathlib import Path
 
+from hypothesis import Phase, settings
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+# For runs that only ask whether the tests fail.
+settings.register_profile("no_shrink", phases=[Phase.explicit, Phase.generate], derandomize=True)

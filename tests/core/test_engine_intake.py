@@ -9,7 +9,16 @@ import time
 
 import numpy as np
 import pytest
-from core_support import FRONTEND, Harness, assert_engine_empty, expected_tokens, make_request, params, run_one, running_engine
+from core_support import (
+    FRONTEND,
+    Harness,
+    assert_engine_empty,
+    expected_tokens,
+    make_request,
+    params,
+    run_one,
+    running_engine,
+)
 
 from core_svc.fake_executor import FakeOptions
 from pagewire.engine import AbortReason, FinishReason, Pause, PauseMode
@@ -229,7 +238,10 @@ def test_add_takes_all_or_none_and_names_the_field() -> None:
     harness = Harness()
     bad = [
         (make_request(1, []), r"requests\[1\].prompt_token_ids"),
-        (make_request(1, [5, 50_000]), r"requests\[1\].prompt_token_ids\[1\] is 50000: token ids must be in \[0, 50000\)"),
+        (
+            make_request(1, [5, 50_000]),
+            r"prompt_token_ids\[1\] is 50000: token ids must be in \[0, 50000\)",
+        ),
         (make_request(1, [5, -1]), r"requests\[1\].prompt_token_ids\[1\]"),
         (make_request(1, [5], SamplingParams(temperature=1.0, max_tokens=3)), r"requests\[1\].sampling_params.seed"),
         (make_request(1, [5], SamplingParams(n=2, seed=1)), r"requests\[1\].sampling_params.n"),

@@ -111,7 +111,7 @@ def test_pause_wait_is_answered_at_once_when_nothing_runs_and_cancelled_by_resum
     assert call(harness, Pause(PauseMode.KEEP)) == 0
     with pytest.raises(AbortedError, match="another pause"):
         second.result(0)
-    with pytest.raises(InvalidArgumentError, match="pause.mode"):
+    with pytest.raises(InvalidArgumentError, match=r"pause\.mode"):
         call(harness, Pause(0))  # type: ignore[arg-type]
     call(harness, Resume())
     harness.run()
@@ -164,7 +164,7 @@ def test_sleep_preempts_resets_and_wakes_under_a_new_epoch(level: int) -> None:
 
 def test_sleep_refuses_levels_that_do_not_exist() -> None:
     harness = Harness()
-    with pytest.raises(InvalidArgumentError, match="sleep.level is 3"):
+    with pytest.raises(InvalidArgumentError, match=r"sleep\.level is 3"):
         call(harness, Sleep(3))
 
 

@@ -1,0 +1,225 @@
+"""Small faults that the core's tests must find: an exact text of a source file, and what to put in its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SCHEDULING = "tests/core/test_scheduling.py"
+POOL = "tests/core/test_block_pool.py"
+KV = "tests/core/test_kv_cache_manager.py"
+HASH = "tests/core/test_block_hash.py"
+INTAKE = "tests/core/test_engine_intake.py"
+UTILITIES = "tests/core/test_engine_utilities.py"
+FAILURES = "tests/core/test_engine_failures.py"
+PROPERTIES = "tests/core/test_core_properties.py"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault. `before` must be found exactly once in the file."""
+
+    name: str
+    path: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+
+FAULTS = [
+    Fault(
+        "a block is freed twice",
+        "core_svc/kv_cache_manager.py",
+        "        self.pool.free_blocks(request.blocks)\n        request.blocks = []\n",
+        "        self.pool.free_blocks(request.blocks)\n",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "freeing does not notice a block that nobody holds",
+        "core_svc/block_pool.py",
+        "            if block.ref_cnt <= 0:\n",
+        "            if block.ref_cnt < -9:\n",
+        (POOL,),
+    ),
+    Fault(
+        "blocks are freed head first",
+        "core_svc/block_pool.py",
+        "for block in reversed(blocks):",
+        "for block in blocks:",
+        (POOL,),
+    ),
+    Fault(
+        "a partial block gets a hash",
+        "core_svc/kv_cache_manager.py",
+        "num_full_blocks = num_committed_tokens // self.block_size\n",
+        "num_full_blocks = -(-num_committed_tokens // self.block_size)\n",
+        (KV,),
+    ),
+    Fault(
+        "rejected drafts are hashed",
+        "core_svc/commit.py",
+        "min(num_committed_tokens - num_rejected, request.num_tokens)",
+        "min(num_committed_tokens, request.num_tokens + num_rejected)",
+        (PROPERTIES,),
+    ),
+    Fault(
+        "a hit on a free block leaves it in the free list",
+        "core_svc/block_pool.py",
+        "            if block.ref_cnt == 0:\n                self.free_queue.remove(block)\n",
+        "",
+        (POOL,),
+    ),
+    Fault(
+        "a reused block keeps its hash",
+        "core_svc/block_pool.py",
+        "            self._forget_hash(block)\n",
+        "",
+        (POOL,),
+    ),
+    Fault(
+        "computed tokens are not rolled back after rejected drafts",
+        "core_svc/commit.py",
+        "    request.num_computed_tokens -= num_rejected\n",
+        "",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "computed tokens survive a preemption",
+        "core_svc/scheduler.py",
+        "        request.num_computed_tokens = 0\n",
+        "",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "a stop token is ignored",
+        "core_svc/commit.py",
+        "if token_id in request.stop_token_ids:",
+        "if token_id in request.stop_token_ids and not request.stop_token_ids:",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "tokens after a stop are kept",
+        "core_svc/commit.py",
+        "        if status is not None:\n            break\n",
+        "",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "min_tokens is ignored",
+        "core_svc/commit.py",
+        "if request.num_output_tokens >= request.sampling_params.min_tokens:",
+        "if request.num_output_tokens >= 0:",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "one token too many",
+        "core_svc/commit.py",
+        "if request.num_tokens >= request.max_num_tokens:",
+        "if request.num_tokens > request.max_num_tokens:",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "an abort comes after the commit",
+        "core_svc/engine.py",
+        "        self._receive_aborts()\n        self.scheduler.update(step, result)\n",
+        "        self.scheduler.update(step, result)\n        self._receive_aborts()\n",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "the budget is exceeded by one",
+        "core_svc/scheduler.py",
+        "else min(debt, budget)\n",
+        "else min(debt, budget + 1)\n",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "a victim from the front, perhaps already scheduled",
+        "core_svc/scheduler.py",
+        "            victim = self.running.pop()\n",
+        "            victim = self.running.pop(0)\n",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "the prefix lookup reaches the last token",
+        "core_svc/request.py",
+        "        return self.num_tokens - 1\n",
+        "        return self.num_tokens\n",
+        (KV,),
+    ),
+    Fault(
+        "prompt logprobs read the cache",
+        "core_svc/request.py",
+        "            return self.next_prompt_logprob - 1\n",
+        "            pass\n",
+        (KV,),
+    ),
+    Fault(
+        "prompt logprobs come twice",
+        "core_svc/commit.py",
+        "    fresh = columns.rows(expected - start)\n",
+        "    fresh = columns\n",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "a tombstone is ignored",
+        "core_svc/intake.py",
+        "            if abort_reason is not None:\n",
+        "            if abort_reason is not None and refusal is not None:\n",
+        (INTAKE,),
+    ),
+    Fault(
+        "an ended id runs again",
+        "core_svc/intake.py",
+        " or key in self._scheduler.ended:\n",
+        ":\n",
+        (INTAKE,),
+    ),
+    Fault(
+        "released slots are not flushed",
+        "core_svc/scheduler.py",
+        "        if self._released_slots or (self.running",
+        "        if (self.running",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "admission looks at the first chunk only",
+        "core_svc/kv_cache_manager.py",
+        "        num_from_free = self.num_blocks_for(request.num_tokens) - len(computed_blocks)\n",
+        "        num_from_free = self.num_blocks_for(num_tokens) - len(computed_blocks)\n",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "a step that preempted admits",
+        "core_svc/scheduler.py",
+        "        if not has_preempted and not is_throttled",
+        "        if not is_throttled",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "a late result goes to the request that came back",
+        "core_svc/plan_builder.py",
+        "return request.slot >= 0 and request.admitted_step <= self.number",
+        "return request.slot >= 0",
+        (INTAKE,),
+    ),
+    Fault(
+        "a salt may collide with an adapter's name",
+        "core_svc/block_hash.py",
+        'return extra_key("cache_salt", cache_salt.encode())',
+        'return extra_key("adapter", cache_salt.encode(), struct.pack("<Q", 1))',
+        (HASH,),
+    ),
+    Fault(
+        "a failed step leaves its released slots to the worker",
+        "core_svc/scheduler.py",
+        "        self._released_slots.extend(int(slot) for slot in step.plan.released_slots)\n",
+        "",
+        (FAILURES,),
+    ),
+    Fault(
+        "sleep keeps the KV of those that run",
+        "core_svc/utilities.py",
+        "        engine.scheduler.preempt_all()\n        engine.scheduler.kv",
+        "        engine.scheduler.kv",
+        (UTILITIES,),
+    ),
+]
