@@ -1,0 +1,66 @@
+# The whole vocabulary of the repo. `make` alone lists it.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# What `make serve` hands on, such as: make serve ARGS="--model path/to/model --port 50060"
+ARGS ?=
+# Set to e.g. "torch==2.13.0 --index-url ..." for another build of torch (README).
+TORCH ?= torch==2.13.0
+
+.PHONY: help serve test unit system lint format protos bench soak clean
+
+help: ## list these commands
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Pagewire needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: Python's venv module is missing. On Debian: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.python pyproject.toml
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --disable-pip-version-check --quiet -e '.[frontend,core,worker,client]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(BIN)/pip install --disable-pip-version-check --quiet -e '.[dev]'
+	@touch $@
+
+serve: $(VENV)/.installed ## make .venv, install, fetch the model, start all three services, show one answer
+	@$(BIN)/pagewire serve $(ARGS)
+
+test: lint unit system ## everything that CI runs
+
+unit: $(VENV)/.dev ## the tests that start no deployment
+	$(BIN)/python -m pytest -m 'not system'
+
+system: $(VENV)/.dev ## the tests against real processes and a real model
+	$(BIN)/python -m pytest -m system
+
+lint: $(VENV)/.dev ## ruff, mypy, import contracts, buf
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	PATH="$(BIN):$$PATH" $(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/buf format -d --exit-code
+
+format: $(VENV)/.dev ## ruff and buf, in place
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/buf format -w
+
+protos: $(VENV)/.dev ## generate the Python code of pagewire.v1 again
+	PATH="$(abspath $(BIN)):$$PATH" protos/generate.sh
+
+bench: $(VENV)/.installed ## the figures of BENCHMARKS.md
+	$(BIN)/python bench/run.py $(ARGS)
+
+soak: $(VENV)/.installed ## load a running server for a long time: make soak ARGS="--num-prompts 100000"
+	$(BIN)/pagewire bench --num-prompts 10000 --concurrency 32 $(ARGS)
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info
