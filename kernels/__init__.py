@@ -7,6 +7,7 @@
 from kernels.table import (
     OPERATIONS,
     copy_blocks,
+    linear,
     paged_attention,
     rms_norm,
     rotary_embedding,
@@ -18,6 +19,7 @@ from kernels.table import (
 __all__ = [
     "OPERATIONS",
     "copy_blocks",
+    "linear",
     "paged_attention",
     "rms_norm",
     "rotary_embedding",

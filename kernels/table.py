@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels import activation, attention, block_copy, block_zero, kv_write, norm, rotary
+from kernels import activation, attention, block_copy, block_zero, kv_write, matrix, norm, rotary
 from kernels.dispatch import Operation
 
 paged_attention = Operation(attention.reference, cpu=attention.torch_paged_attention)
 write_kv = Operation(kv_write.reference, cpu=kv_write.torch_write_kv)
 rms_norm = Operation(norm.reference, cpu=norm.torch_rms_norm)
 rotary_embedding = Operation(rotary.reference, cpu=rotary.torch_rotary_embedding)
+linear = Operation(matrix.reference, cpu=matrix.torch_linear)
 silu_and_mul = Operation(activation.reference, cpu=activation.torch_silu_and_mul)
 copy_blocks = Operation(block_copy.reference, cpu=block_copy.torch_copy_blocks)
 zero_blocks = Operation(block_zero.reference, cpu=block_zero.torch_zero_blocks)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from kernels.matrix import column_major
+
 
 @dataclass
 class Call:
@@ -137,6 +139,15 @@ def activation_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator
         yield Call([randn(generator, num_tokens, 2 * size, dtype=dtype) * 3])
 
 
+def linear_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
+    for num_rows, in_features, out_features in ((1, 63, 10), (2, 64, 7), (17, 33, 65)):
+        x, weight = (randn(generator, n, in_features, dtype=dtype) for n in (num_rows, out_features))
+        bias = randn(generator, out_features, dtype=dtype)
+        yield Call([x, weight, bias])
+        columns = column_major(out_features, in_features, dtype=dtype, device=weight.device)
+        yield Call([x, columns.copy_(weight)])
+
+
 def block_calls(generator: torch.Generator, dtype: torch.dtype, num_lists: int) -> Iterator[Call]:
     for count in (0, 1, 4):
         caches = [randn(generator, 9, 3, 2, 5, dtype=dtype) for _ in range(2)]
@@ -152,6 +163,7 @@ CALLS: dict[str, Callable[[torch.Generator, torch.dtype], Iterator[Call]]] = {
     "write_kv": write_calls,
     "rms_norm": norm_calls,
     "rotary_embedding": rotary_calls,
+    "linear": linear_calls,
     "silu_and_mul": activation_calls,
     "copy_blocks": lambda generator, dtype: block_calls(generator, dtype, 2),
     "zero_blocks": lambda generator, dtype: block_calls(generator, dtype, 1),

@@ -14,6 +14,7 @@ from kernel_cases import CALLS, Call, paged, randn
 
 import kernels
 from kernels.attention import torch_paged_attention
+from kernels.matrix import column_major
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Largest root mean square error, as a part of the reference's root mean square.
@@ -115,6 +116,21 @@ def test_attention_is_the_same_in_chunks() -> None:
         for size in (1, 37, 256, 300):
             chunks = torch.cat([run(start, min(start + size, 600)) for start in range(0, 600, size)])
             torch.testing.assert_close(chunks, whole, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("in_features", "out_features"), [(576, 960), (1536, 576), (63, 200)])
+def test_linear_rows_do_not_depend_on_their_number(in_features: int, out_features: int) -> None:
+    """The same bits for one row and for many, in float32 and with weights that lie column by column.
+
+    Case: vllm#5898
+    """
+    generator = torch.Generator().manual_seed(5)
+    weight = column_major(out_features, in_features, dtype=torch.float32, device=torch.device("cpu"))
+    weight.copy_(randn(generator, out_features, in_features, dtype=torch.float32))
+    x = randn(generator, 300, in_features, dtype=torch.float32)
+    together = kernels.linear(x, weight)
+    for count in (1, 2, 3, 7, 16, 33, 130):
+        assert torch.equal(kernels.linear(x[:count].contiguous(), weight), together[:count]), f"{count} rows"
 
 
 @pytest.mark.parametrize(("choice", "expected"), [("reference", "reference"), ("auto", "torch_rms_norm")])

@@ -48,7 +48,7 @@ def gguf_progress(on_fraction: OnFraction) -> Iterator[None]:
 
 
 class _PlainReader(gguf.GGUFReader):
-    """Slices a plain array over the file: slicing a numpy.memmap costs several times as much, and there are millions."""
+    """Slices a plain array over the file: slicing a numpy.memmap costs several times as much, millions of times."""
 
     @property
     def data(self) -> Any:

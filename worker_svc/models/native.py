@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
+from kernels.matrix import column_major
 from worker_svc.models.decoder_config import DecoderConfig
 from worker_svc.models.interface import ForwardBatch, KvCaches, KvCacheSpec
 
@@ -29,7 +30,7 @@ class _Linear(nn.Module):
         self.bias = _weight(out_features) if has_bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return kernels.linear(x, self.weight, self.bias)
 
 
 class _Attention(nn.Module):
@@ -102,6 +103,8 @@ class Decoder(nn.Module):
             self.norm = _weight(config.hidden_size)
             self.lm_head = None if config.is_tied else _Linear(config.hidden_size, config.vocab_size, False)
         self.to(dtype).to_empty(device=device)
+        if dtype == torch.float32 and device.type == "cpu":
+            self._lay_out_by_columns()
         self.rope_tables = (rope_tables[0].to(device), rope_tables[1].to(device))
 
     def kv_cache_specs(self) -> list[KvCacheSpec]:
@@ -129,7 +132,13 @@ class Decoder(nn.Module):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab_size] in float32 for hidden states [rows, hidden_size]."""
         weight = self.embedding if self.lm_head is None else self.lm_head.weight
-        return F.linear(hidden_states, weight).float()
+        return kernels.linear(hidden_states, weight).float()
+
+    def _lay_out_by_columns(self) -> None:
+        """So that a row's product does not depend on how many rows there are; see kernels/matrix.py."""
+        for parameter in self.parameters():
+            if parameter.dim() == 2:
+                parameter.data = column_major(*parameter.shape, dtype=self.dtype, device=self.device)
 
     def _layers(self) -> Iterator[_Layer]:
         return (cast(_Layer, layer) for layer in self.layers)
