@@ -41,7 +41,7 @@ class FakeOptions:
     """Duration of a step, on another thread; 0 computes on the caller's."""
     seed: int = 0
     failures: dict[int, Exception] = field(default_factory=dict)
-    """By count of plans, from 1: the step fails, and nothing of the plan is applied."""
+    """By count of plans, from 1: the step fails, and for the worker it has not happened."""
     failing_request_ids: set[int] = field(default_factory=set)
     """Rows of these requests fail when they sample."""
     while_executing: Callable[[StepPlan], None] | None = None
@@ -90,8 +90,6 @@ class FakeExecutor:
         self._spec, self._epoch, self._next_step = spec, epoch, 1
         self._kv = np.zeros(spec.num_blocks * spec.block_size, np.uint64)
         self._rows: dict[int, _Row] = {}
-        self._doubtful_slots: set[int] = set()
-        """Slots of a plan that failed: whether they were released or taken, the core can't know."""
 
     @property
     def cache(self) -> CacheInfo:
@@ -175,11 +173,11 @@ class FakeExecutor:
         try:
             self._check_order(plan)
             if error := options.failures.get(self.num_plans):
-                self._doubtful_slots.update(plan.released_slots.tolist(), (new.slot for new in plan.new_requests))
                 raise error
             self._update_batch(plan)
             self._write_kv(plan)
             self._check_kv(plan)
+            self._next_step += 1
             return self._sample(plan)
         except PlanViolation as violation:
             self.violations.append(str(violation))
@@ -189,14 +187,10 @@ class FakeExecutor:
         if (plan.epoch, plan.step) != (self._epoch, self._next_step):
             expected = f"expected epoch {self._epoch} step {self._next_step}"
             raise PlanViolation(f"{expected}, got epoch {plan.epoch} step {plan.step}")
-        self._next_step += 1
 
     def _update_batch(self, plan: StepPlan) -> None:
         for slot in plan.released_slots.tolist():
-            require(
-                self._rows.pop(slot, None) is not None or slot in self._doubtful_slots, f"slot {slot} was free already"
-            )
-        self._doubtful_slots.clear()
+            require(self._rows.pop(slot, None) is not None, f"slot {slot} was free already")
         for new in plan.new_requests:
             require(0 <= new.slot < self._spec.max_num_seqs, f"no slot {new.slot}")
             require(new.slot not in self._rows, f"slot {new.slot} is taken")

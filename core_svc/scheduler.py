@@ -295,10 +295,17 @@ class Scheduler:
         return finished is not None
 
     def fail_step(self, step: ScheduledStep, code: str, message: str) -> None:
-        """Ends the requests of a step that failed as a whole; the plan's released slots are released once more."""
-        self._released_slots.extend(int(slot) for slot in step.plan.released_slots)
+        """Ends the requests of a step that failed as a whole.
+
+        For the worker such a step has not happened: the next plan has its number, what it released is released once
+        more, and slots that its new requests were to take were never taken.
+        """
         requests = [request for request in step.requests if step.is_current(request)]
         self.finish(requests, RequestStatus.FINISHED_ERROR, error_code=code, error_message=message)
+        never_taken = {new.slot for new in step.plan.new_requests}
+        self._released_slots = [slot for slot in self._released_slots if slot not in never_taken]
+        self._released_slots.extend(int(slot) for slot in step.plan.released_slots)
+        self._plan_step -= 1
 
     # --- the pool ---
 
