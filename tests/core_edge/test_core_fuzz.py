@@ -24,7 +24,7 @@ METHODS = sorted(SERVICE.methods_by_name)
 FRONTEND = "the-fuzzer"
 FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 WRITE_TOO_LATE = "Internal error from Core"
-"""How grpc.aio's client itself words a write to a stream that the server has ended; the server's status is lost then."""
+"""How grpc.aio's client words a write to a stream that the server has ended; the server's status is lost then."""
 NO_ANSWER = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE}
 
 

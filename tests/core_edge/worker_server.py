@@ -125,6 +125,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, script: Script) -> None:
         self.script = script
         self.incarnation = new_incarnation()
+        self.versions = types_pb2.ProtocolVersions(min=1, max=1)
+        self.world_size = 1
         self.core = ""
         self.epoch = 0
         self.next_step = 1
@@ -141,8 +143,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self.core = request.core_incarnation
         return worker_pb2.WorkerServiceHandshakeResponse(
             worker_incarnation=self.incarnation,
-            protocol_versions=types_pb2.ProtocolVersions(min=1, max=1),
-            world_size=1,
+            protocol_versions=self.versions,
+            world_size=self.world_size,
             device="cpu",
             epoch=self.epoch,
             step=self.next_step - 1,
