@@ -6,12 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TypeVar
 
 from core_svc.config import EngineConfig
 from core_svc.executor import CacheInfo, CacheSpec, Executor
+from core_svc.executor_link import ExecutorLink, InFlight
 from core_svc.inbox import (
     Abort,
     Add,
@@ -45,28 +46,17 @@ from pagewire.engine import (
 )
 from pagewire.errors import (
     FailedPreconditionError,
-    InternalError,
     InvalidArgumentError,
     PagewireError,
     ResourceExhaustedError,
     UnavailableError,
 )
-from pagewire.plan import StepResult
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Publish = Callable[[str, StepOutputs], None]
 """Takes (frontend incarnation, outputs); called on the engine thread, must not block."""
-
-
-@dataclass(slots=True)
-class InFlight:
-    """A step that was handed to the executor and whose result is not committed."""
-
-    step: ScheduledStep
-    future: Future[StepResult]
-    submitted_ns: int
 
 
 class EngineCore:
@@ -91,7 +81,7 @@ class EngineCore:
         self.sleep_level = 0
         self.step_started_ns = 0
         """Monotonic start of the step that runs now; 0 between steps. Read by the edge's watchdog."""
-        self._executor = executor
+        self._link = ExecutorLink(executor)
         self._model = model
         self._cache = cache
         self._publish_to = publish
@@ -102,16 +92,11 @@ class EngineCore:
         self._utilities = Utilities(self)
         self._intake = Intake(self.scheduler)
         self._is_lost = False
-        self._generation = 0
-        """How many workers this thread has gone through."""
         self._shutdown_ns: int | None = None
         # Shared with the callers' threads, under the lock.
         self._lock = threading.Lock()
         self._num_pending_adds = 0
         self._refusal: UnavailableError | None = None
-        self._lost: Future[PagewireError] = Future()
-        """Resolved while there is no worker."""
-        self._newest_generation = 0
         self._is_stopped = False
 
     @property
@@ -178,11 +163,9 @@ class EngineCore:
     def fail(self, error: PagewireError) -> None:
         """Ends every request with the error, a step that runs included; adds are refused until resume_with."""
         with self._lock:
-            if self._lost.done():
-                return
-            self._refusal = self._refusal or UnavailableError(f"the core has no worker: {error.message}")
-            self._lost.set_result(error)
-            self._inbox.put(ExecutorLost(error))
+            if self._link.mark_lost(error):
+                self._refusal = self._refusal or UnavailableError(f"the core has no worker: {error.message}")
+                self._inbox.put(ExecutorLost(error))
 
     def resume_with(self, cache: CacheInfo, epoch: int) -> Future[None]:
         """Goes on after fail with a worker whose pool is new and empty; adds are taken from now on."""
@@ -190,8 +173,7 @@ class EngineCore:
         with self._lock:
             if self._shutdown_ns is None:
                 self._refusal = None
-            self._lost = Future()
-            self._newest_generation += 1
+            self._link.renew()
             self._limits = limits_of(self._model, cache.num_blocks, self.config)
             self._inbox.put(message)
         return message.future
@@ -266,10 +248,7 @@ class EngineCore:
         match message:
             case Add():
                 refusal = self._refusal if self._is_lost else None
-                max_model_len = self._limits.max_num_tokens
-                self._intake.add(
-                    message.frontend_incarnation, message.requests, max_model_len=max_model_len, refusal=refusal
-                )
+                self._intake.add(message, max_model_len=self._limits.max_num_tokens, refusal=refusal)
                 with self._lock:
                     self._num_pending_adds -= len(message.requests)
             case Abort():
@@ -283,7 +262,7 @@ class EngineCore:
             case ExecutorLost():
                 self._lose_executor(message.error)
             case ResumeWith():
-                self._generation += 1
+                self._link.use_newest()
                 self._is_lost = False
                 self.sleep_level = 0
                 self.start_epoch(message.cache, message.epoch)
@@ -307,9 +286,8 @@ class EngineCore:
     def _execute(self, step: ScheduledStep | None) -> InFlight | None:
         if step is None:
             return None
-        submitted_ns = time.monotonic_ns()
         try:
-            return InFlight(step, self._executor.submit(step.plan), submitted_ns)
+            return self._link.submit(step)
         except Exception as error:
             self._fail_step(step, error)
             return None
@@ -320,7 +298,7 @@ class EngineCore:
             return
         step = in_flight.step
         try:
-            result = self._await(in_flight.future)
+            result = self._link.result(in_flight)
         except Exception as error:
             self._fail_step(step, error)
             return
@@ -332,16 +310,6 @@ class EngineCore:
         self.scheduler.stats.update_s += (time.monotonic_ns() - executed_ns) / 1e9
         if self.config.log_requests:
             log_step(step)
-
-    def _await(self, future: Future[StepResult]) -> StepResult:
-        """The step's result; raises what it failed with, or what `fail` was told while it ran."""
-        lost = self._lost
-        if not future.done():
-            futures: tuple[Future[Any], ...] = (future, lost)
-            wait(futures, return_when=FIRST_COMPLETED)
-        if not future.done():
-            raise lost.result()
-        return future.result()
 
     def _publish(self) -> bool:
         started_ns = time.monotonic_ns()
@@ -366,9 +334,7 @@ class EngineCore:
         logger.error("the executor is lost in step %d", step.number, exc_info=error)
         lost = error if isinstance(error, UnavailableError) else UnavailableError(f"the worker is lost: {error}")
         self._lose_executor(lost)
-        with self._lock:
-            has_resumed = self._generation != self._newest_generation
-        if not has_resumed:
+        if self._link.is_newest:
             self.fail(lost)
 
     def _lose_executor(self, error: PagewireError) -> None:
@@ -399,17 +365,11 @@ class EngineCore:
 
     def call_executor(self, call: Callable[[Executor], T]) -> T:
         """Calls the executor between steps. Raises PagewireError; a worker that is gone ends everything."""
-        if self._is_lost:
-            raise UnavailableError("the core has no worker")
         try:
-            return call(self._executor)
+            return self._link.call(call)
         except UnavailableError as error:
             self.fail(error)
             raise
-        except PagewireError:
-            raise
-        except Exception as error:
-            raise InternalError(f"the worker failed: {error}") from error
 
     def cache_spec(self) -> CacheSpec:
         """The pool that the engine has, to be made again."""

@@ -7,6 +7,7 @@ ran gets nothing from that step; the ordered inbox makes sure that an abort neve
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -26,6 +27,8 @@ class Add:
 
     frontend_incarnation: str
     requests: Sequence[EngineRequest]
+    received_ns: int = field(default_factory=time.monotonic_ns)
+    """Deadlines and queue times count from here."""
 
 
 @dataclass(slots=True, eq=False)

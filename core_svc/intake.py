@@ -6,11 +6,11 @@ import heapq
 import time
 from collections.abc import Sequence
 
-from core_svc.inbox import Abort, resolve
+from core_svc.inbox import Abort, Add, resolve
 from core_svc.recent_ids import RecentIds
 from core_svc.request import Request, RequestStatus
 from core_svc.scheduler import Scheduler
-from pagewire.engine import AbortOutcome, AbortReason, EngineRequest
+from pagewire.engine import AbortOutcome, AbortReason
 from pagewire.errors import PagewireError
 
 
@@ -29,27 +29,19 @@ class Intake:
         self._deadlines: list[tuple[int, int, Request]] = []
         self._num_arrivals = 0
 
-    def add(
-        self,
-        frontend_incarnation: str,
-        requests: Sequence[EngineRequest],
-        *,
-        max_model_len: int,
-        refusal: PagewireError | None = None,
-    ) -> None:
+    def add(self, message: Add, *, max_model_len: int, refusal: PagewireError | None = None) -> None:
         """Queues requests; with a refusal they end with it instead."""
-        now_ns = time.monotonic_ns()
-        for engine_request in requests:
-            key = (frontend_incarnation, engine_request.request_id)
+        for engine_request in message.requests:
+            key = (message.frontend_incarnation, engine_request.request_id)
             if key in self._scheduler.requests or key in self._scheduler.ended:
                 continue
             self._num_arrivals += 1
             request = Request.from_engine_request(
                 engine_request,
-                frontend_incarnation,
+                message.frontend_incarnation,
                 max_model_len=max_model_len,
                 sequence=self._num_arrivals,
-                now_ns=now_ns,
+                now_ns=message.received_ns,
                 is_priority_policy=self._is_priority_policy,
             )
             self._scheduler.add(request)

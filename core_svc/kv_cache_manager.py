@@ -87,8 +87,8 @@ class KVCacheManager:
 
     def cache_blocks(self, request: Request, num_committed_tokens: int) -> None:
         """Makes the request's full blocks below num_committed_tokens findable."""
-        num_full_blocks = num_committed_tokens // self.block_size
         first = request.num_cached_blocks
+        num_full_blocks = num_committed_tokens // self.block_size
         if not self.enable_caching or num_full_blocks <= first:
             return
         for idx in range(first, num_full_blocks):

@@ -248,26 +248,26 @@ class Scheduler:
     def update(self, step: ScheduledStep, result: StepResult) -> None:
         """Commits a step's result: tokens go to requests that still hold their slot, and to no others."""
         now_ns = time.monotonic_ns()
-        rows = split_rows(result)
+        plan = step.plan
+        results = split_rows(result)
+        num_committed = (plan.num_computed_tokens + plan.num_scheduled_tokens).tolist()
         has_ended = False
-        for row, request in enumerate(step.requests):
-            row_result = rows.pop(int(step.plan.slots[row]), None)
-            if not step.is_current(request):
-                continue
-            has_ended |= self._commit(step, row, request, row_result or RowResult(), now_ns)
-        self.stats.num_unknown_ids += len(rows)
+        for request, slot, num_sampled, num_committed_tokens in zip(
+            step.requests, plan.slots.tolist(), plan.num_sampled_tokens.tolist(), num_committed, strict=True
+        ):
+            row = results.pop(slot, None) or RowResult()
+            if step.is_current(request):
+                has_ended |= self._commit(request, row, num_sampled, num_committed_tokens, now_ns)
+        self.stats.num_unknown_ids += len(results)
         if has_ended:
             self._drop_finished()
 
-    def _commit(self, step: ScheduledStep, row: int, request: Request, result: RowResult, now_ns: int) -> bool:
+    def _commit(
+        self, request: Request, row: RowResult, num_sampled: int, num_committed_tokens: int, now_ns: int
+    ) -> bool:
         """Commits one row; returns whether its request ended."""
-        plan = step.plan
         committed = commit_row(
-            request,
-            result,
-            num_sampled=int(plan.num_sampled_tokens[row]),
-            num_committed_tokens=int(plan.num_computed_tokens[row]) + int(plan.num_scheduled_tokens[row]),
-            now_ns=now_ns,
+            request, row, num_sampled=num_sampled, num_committed_tokens=num_committed_tokens, now_ns=now_ns
         )
         self.stats.num_generated_tokens += len(committed.token_ids)
         self.kv.cache_blocks(request, committed.num_committed_tokens)

@@ -216,6 +216,27 @@ FAULTS = [
         (FAILURES,),
     ),
     Fault(
+        "slots of a failed step that were never taken are released",
+        "core_svc/scheduler.py",
+        "        self._released_slots = [slot for slot in self._released_slots if slot not in never_taken]\n",
+        "",
+        (FAILURES,),
+    ),
+    Fault(
+        "the number of a failed step is left out",
+        "core_svc/scheduler.py",
+        "        self._plan_step -= 1\n",
+        "",
+        (FAILURES,),
+    ),
+    Fault(
+        "a passed deadline is not looked at",
+        "core_svc/engine.py",
+        "        self._intake.expire_deadlines()\n",
+        "",
+        (INTAKE,),
+    ),
+    Fault(
         "sleep keeps the KV of those that run",
         "core_svc/utilities.py",
         "        engine.scheduler.preempt_all()\n        engine.scheduler.kv",
