@@ -117,7 +117,7 @@ class TextService:
         """Refuses new requests, lets living ones end for `grace_s` seconds, then ends them with UnavailableError."""
         self._is_draining = True
         session = self._session
-        if session is None:
+        if session is None or session.num_requests == 0:
             return
         try:
             await asyncio.wait_for(session.wait_idle(), grace_s)

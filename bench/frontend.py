@@ -1,0 +1,120 @@
+"""Frontend time per token: detokenize, look for stop strings, assemble and take deltas, for 64 streams.
+
+    python bench/frontend.py [--json] [--model smollm2] [--streams 64] [--tokens 256] [--runs 7]
+
+No network and no engine: step outputs are made beforehand and fed to the output processor as a core would send them,
+one message per step with one token for every stream. Prints microseconds per token: median and range over the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+
+import numpy as np
+
+from frontend_svc.output_processor import OutputProcessor
+from frontend_svc.outputs import OutputKind
+from frontend_svc.parallel_sampling import ParentRequest
+from frontend_svc.request_state import RequestState
+from frontend_svc.tokenizer import Tokenizer
+from frontend_svc.wire import fill_response
+from pagewire.engine import Finished, FinishReason, StepOutputs
+from pagewire.sampling import SamplingParams
+from pagewire.v1 import frontend_pb2
+
+TEXT = (
+    "The scheduler decides, once per step, how many tokens of each request are computed. 日本語も少し、そして emoji 👍🏽. "
+    "def step(self) -> bool:\n    return self.receive() or self.schedule()\n"
+)
+CASES = {
+    "no stop strings": SamplingParams(),
+    "two stop strings": SamplingParams(stop=("\n\nUser:", "</answer>")),
+    "eight stop strings": SamplingParams(stop=tuple(f"### Section {i}" for i in range(8))),
+}
+
+
+def load_tokenizer_files(model: str) -> dict[str, bytes]:
+    """The tokenizer that the worker exports for a model."""
+    from worker_svc.models.sources import locate
+    from worker_svc.models.tokenizer_files import export_tokenizer, load_tokenizer
+
+    return export_tokenizer(load_tokenizer(locate(model)))
+
+
+def make_steps(tokenizer: Tokenizer, num_streams: int, num_tokens: int) -> list[StepOutputs]:
+    """One message per step; each stream reads the text from another place."""
+    text = tokenizer.encode(TEXT)
+    request_ids = np.arange(1, num_streams + 1, dtype=np.uint64)
+    ones = np.ones(num_streams, np.int32)
+    steps = []
+    for place in range(num_tokens):
+        tokens = np.array([text[(place + stream) % len(text)] for stream in range(num_streams)], np.int32)
+        steps.append(StepOutputs(place + 1, request_ids, ones * place, ones, tokens))
+    steps[-1].finished = [Finished(row, FinishReason.LENGTH) for row in range(num_streams)]
+    return steps
+
+
+def measure(tokenizer: Tokenizer, steps: list[StepOutputs], params: SamplingParams, with_message: bool) -> float:
+    """Microseconds per token of one run over all steps."""
+    processor = OutputProcessor()
+    num_streams = len(steps[0].request_ids)
+    parents = []
+    for stream in range(num_streams):
+        parent = ParentRequest(str(stream), [1, 2, 3], OutputKind.DELTA)
+        parent.add_child(RequestState(stream + 1, 0, params, [1, 2, 3], tokenizer, is_delta=True))
+        processor.add(parent)
+        parents.append(parent)
+    started = time.perf_counter()
+    for outputs in steps:
+        processor.process_outputs(outputs)
+        for parent in parents:
+            output = parent.take()
+            if with_message:
+                fill_response(frontend_pb2.GenerateResponse(), output).SerializeToString()
+    elapsed = time.perf_counter() - started
+    assert len(processor) == 0
+    return elapsed / (num_streams * len(steps)) * 1e6
+
+
+def main() -> None:
+    """Runs all cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--model", default="smollm2", help="whose tokenizer is used")
+    parser.add_argument("--streams", type=int, default=64, help="concurrent streams")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per stream")
+    parser.add_argument("--runs", type=int, default=7, help="measured runs per case, after one to warm up")
+    args = parser.parse_args()
+    tokenizer = Tokenizer(load_tokenizer_files(args.model))
+    steps = make_steps(tokenizer, args.streams, args.tokens)
+    results = {}
+    for name, params in CASES.items():
+        for with_message in (False, True):
+            times = [measure(tokenizer, steps, params, with_message) for _ in range(args.runs + 1)][1:]
+            label = name + (", with message" if with_message else "")
+            results[label] = {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
+    if args.json:
+        print(
+            json.dumps(
+                {
+                    "benchmark": "frontend_time_per_token",
+                    "streams": args.streams,
+                    "tokens": args.tokens,
+                    "runs": args.runs,
+                    "python": platform.python_version(),
+                    "cases": results,
+                }
+            )
+        )
+        return
+    print(f"frontend time per token, {args.streams} streams of {args.tokens} tokens, {args.runs} runs")
+    for label, result in results.items():
+        print(f"  {label:34} {result['median_us']:6.2f} us  ({result['min_us']:.2f} to {result['max_us']:.2f})")
+
+
+if __name__ == "__main__":
+    main()
