@@ -38,6 +38,8 @@ async def serve(settings: CoreSettings) -> int:
     logger.info("signal received: draining for up to %g s", settings.drain_s)
     await core.stop(settings.drain_s)
     connected.cancel()
+    # What a start-up that was cut short failed with is no news.
+    await asyncio.gather(connected, return_exceptions=True)
     return 0
 
 

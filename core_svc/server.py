@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -16,10 +16,11 @@ from core_svc import wire
 from core_svc.engine import EngineCore
 from core_svc.execute_client import Progress
 from core_svc.kv_event_log import KvEventLog
+from core_svc.message_budget import MessageBudget
 from core_svc.output_hub import OutputHub, OutputStream
 from core_svc.watchdog import step_age_ms
 from core_svc.worker_wire import PROTOCOL_VERSION, protocol_versions
-from pagewire.engine import AbortReason, EngineInfo
+from pagewire.engine import AbortReason, CoreStats, EngineInfo
 from pagewire.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError, violation
 from pagewire.types_wire import tokenizer_chunks
 from pagewire.v1 import core_pb2, core_pb2_grpc
@@ -42,6 +43,7 @@ class Serving:
     info: EngineInfo
     tokenizer_files: Mapping[str, bytes]
     progress: Progress
+    budget: MessageBudget
 
 
 async def _result(future: Future[T]) -> T:
@@ -85,6 +87,7 @@ class EngineCoreServicer(core_pb2_grpc.EngineCoreServiceServicer):
             limit = f"must have 1 to {MAX_REQUESTS_PER_ADD} entries"
             raise InvalidArgumentError([violation("requests", f"{len(request.requests)} entries", limit)])
         requests = wire.requests_from_proto(request)
+        serving.budget.check(requests)
         # Before the engine has them: it may publish their end before add returns.
         new_ids = buffer.register(r.request_id for r in requests)
         try:
@@ -107,7 +110,10 @@ class EngineCoreServicer(core_pb2_grpc.EngineCoreServiceServicer):
     async def Utility(self, request: core_pb2.UtilityRequest, context: Context) -> core_pb2.UtilityResponse:
         """One of the list."""
         command = wire.command_from_proto(request)
-        return wire.command_result_to_proto(command, await _result(self._require_engine().utility(command)))
+        result = await _result(self._require_engine().utility(command))
+        if isinstance(result, CoreStats):
+            result = replace(result, num_frontends=self._hub.num_open)
+        return wire.command_result_to_proto(command, result)
 
     async def GetTokenizer(
         self, request: core_pb2.GetTokenizerRequest, context: Context

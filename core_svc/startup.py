@@ -12,6 +12,7 @@ from typing import TypeVar
 from core_svc.config import EngineConfig
 from core_svc.engine import EngineCore
 from core_svc.kv_event_log import KvEventLog
+from core_svc.message_budget import MessageBudget
 from core_svc.output_hub import OutputHub
 from core_svc.server import SERVICE_NAME, EngineCoreServicer, Serving
 from core_svc.settings import CoreSettings
@@ -150,7 +151,10 @@ class CoreProcess:
             lease_ms=settings.lease_ms,
             heartbeat_interval_ms=settings.heartbeat_interval_ms,
         )
-        self._servicer.serving = Serving(self._engine, info, connection.tokenizer_files, self._executor.progress)
+        budget = MessageBudget(settings.max_message_bytes, config.max_num_batched_tokens, connection.model.vocab_size)
+        self._servicer.serving = Serving(
+            self._engine, info, connection.tokenizer_files, self._executor.progress, budget
+        )
 
     def _run_engine(self, engine: EngineCore) -> None:
         try:

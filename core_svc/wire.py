@@ -41,6 +41,8 @@ from pagewire.types_wire import (
 from pagewire.v1 import core_pb2, types_pb2
 
 MAX_INCARNATION_BYTES = 128
+MAX_IDS = 65_536
+"""Request ids in one message; more would hold up the loop for everybody."""
 _CODES: dict[str, int] = {code.name: code.value[0] for code in grpc.StatusCode}
 
 
@@ -84,9 +86,16 @@ def engine_request_from_proto(message: core_pb2.EngineRequest, path: str) -> Eng
     )
 
 
+def _request_ids(data: bytes, field: str) -> list[int]:
+    if len(data) > 8 * MAX_IDS:
+        raise InvalidArgumentError([violation(field, f"{len(data) // 8} ids", f"must have at most {MAX_IDS}")])
+    ids: list[int] = unpack_uint64(data, field).tolist()
+    return ids
+
+
 def abort_from_proto(message: core_pb2.EngineCoreServiceAbortRequest) -> tuple[list[int], AbortReason]:
     """Ids and reason. A reason of a newer contract counts as not said."""
-    ids = unpack_uint64(message.request_ids, "request_ids").tolist()
+    ids = _request_ids(message.request_ids, "request_ids")
     try:
         return ids, AbortReason(message.reason)
     except ValueError:
@@ -104,7 +113,7 @@ def open_from_proto(message: core_pb2.StreamOutputsRequest) -> tuple[str, dict[i
         found = message.WhichOneof("message") or "unset"
         raise InvalidArgumentError([violation("message", found, "must be open in the first message of the stream")])
     incarnation = incarnation_from_proto(message.open.frontend_incarnation, "open.frontend_incarnation")
-    ids = unpack_uint64(message.open.request_ids, "open.request_ids").tolist()
+    ids = _request_ids(message.open.request_ids, "open.request_ids")
     counts = unpack_int32(message.open.num_received, "open.num_received").tolist()
     if len(ids) != len(counts):
         limit = f"must have one entry per open.request_ids, which has {len(ids)}"
@@ -117,8 +126,8 @@ def acknowledge_from_proto(message: core_pb2.StreamOutputsRequest) -> tuple[int,
     if message.WhichOneof("message") != "acknowledge":
         found = message.WhichOneof("message") or "unset"
         raise InvalidArgumentError([violation("message", found, "must be acknowledge after the first message")])
-    ids = unpack_uint64(message.acknowledge.finished_request_ids, "acknowledge.finished_request_ids")
-    return message.acknowledge.sequence, ids.tolist()
+    ids = _request_ids(message.acknowledge.finished_request_ids, "acknowledge.finished_request_ids")
+    return message.acknowledge.sequence, ids
 
 
 def opened_to_proto(core_incarnation: str, unknown_request_ids: Sequence[int]) -> core_pb2.StreamOutputsResponse:

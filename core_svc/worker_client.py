@@ -48,6 +48,9 @@ def _errors_of_the_worker() -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise from_rpc_error(error) from error
+    except ValueError as error:
+        # What gRPC says of a channel that was closed meanwhile, by a shutdown.
+        raise UnavailableError(f"the connection to the worker is closed: {error}") from error
 
 
 class GrpcExecutor:

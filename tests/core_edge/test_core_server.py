@@ -543,6 +543,35 @@ def test_a_prompt_message_of_five_mebibytes_runs() -> None:
     with_core(body, Script(num_kv_blocks=100_000), max_num_batched_tokens=2**18, enable_prefix_caching=False)
 
 
+def test_log_probabilities_that_fit_no_message_are_refused() -> None:
+    """One request must not break the stream that carries everybody's results."""
+
+    async def body(core: Core) -> None:
+        frontend = Frontend(core)
+        await frontend.open()
+        request = engine_request(1, range(1, 101))
+        request.sampling_params.prompt_logprobs = -1
+        message = await refused(frontend.add(engine_request(2), request), grpc.StatusCode.INVALID_ARGUMENT)
+        assert "requests[1].sampling_params.prompt_logprobs" in message and "100 tokens" in message
+        request.prompt_token_ids = pack_int32(range(1, 4))
+        await frontend.add(request)
+        await frontend.ended(1)
+
+    with_core(body)
+
+
+def test_too_many_ids_in_one_message_are_refused() -> None:
+    async def body(core: Core) -> None:
+        frontend = Frontend(core)
+        await frontend.open()
+        message = await refused(frontend.abort(*range(70_000)), grpc.StatusCode.INVALID_ARGUMENT)
+        assert "65536" in message
+        await frontend.add(engine_request(1))
+        await frontend.ended(1)
+
+    with_core(body)
+
+
 def test_a_full_core_says_when_to_come_back() -> None:
     """Case: TGI#439"""
 
