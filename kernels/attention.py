@@ -10,9 +10,13 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 QUERY_TILE = 256
 """Prefill queries per product: bounds the score matrix to heads x 256 x keys."""
+MIN_PRODUCT_ROWS = 4
+SUM_COLUMNS = 16
+"""Columns of ones: a single one would be a product with a vector, which adds in another order."""
 
 
 def reference(
@@ -150,6 +154,24 @@ def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return gathered.float().view(blocks.shape[0], num_heads, slots.shape[1], head_size)
 
 
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Batched product that adds in one order whatever the number of rows; very few rows would take another path."""
+    num_rows = left.shape[1]
+    if num_rows >= MIN_PRODUCT_ROWS:
+        return torch.bmm(left, right)
+    return torch.bmm(F.pad(left, (0, 0, 0, MIN_PRODUCT_ROWS - num_rows)), right)[:, :num_rows].contiguous()
+
+
+def _row_sums(weights: torch.Tensor) -> torch.Tensor:
+    """Sums over the last dimension, kept as 1, as a product: zeros at the end of a row don't change its order."""
+    num_keys = weights.shape[-1]
+    rows = weights.view(-1, num_keys)
+    if rows.shape[0] < MIN_PRODUCT_ROWS:
+        rows = F.pad(rows, (0, 0, 0, MIN_PRODUCT_ROWS - rows.shape[0]))
+    sums = torch.mm(rows, weights.new_ones(num_keys, SUM_COLUMNS))[: weights.numel() // num_keys, 0]
+    return sums.reshape(*weights.shape[:-1], 1)
+
+
 @dataclass(frozen=True, slots=True)
 class _Scores:
     """How scores are made and turned into outputs; the options of `reference`."""
@@ -179,7 +201,7 @@ class _Scores:
         # [rows, num_kv_heads, queries * groups, head_size]: the heads of a group share their keys in one product.
         packed = query.float().reshape(rows, num_queries, self.num_kv_heads, groups, head_size).transpose(1, 2)
         packed = packed.reshape(rows * self.num_kv_heads, num_queries * groups, head_size) * self.scale
-        scores = torch.bmm(packed, keys.flatten(0, 1).transpose(1, 2))
+        scores = _product(packed, keys.flatten(0, 1).transpose(1, 2))
         scores = scores.view(rows, self.num_kv_heads, num_queries, groups, num_keys)
         if self.softcap is not None:
             scores = torch.tanh(scores.div_(self.softcap)).mul_(self.softcap)
@@ -198,7 +220,7 @@ class _Scores:
         if bool(is_unused.any()):
             values.masked_fill_(is_unused[:, None, :, None], 0)
         weights = weights.view(rows * self.num_kv_heads, num_queries * groups, num_keys)
-        result = torch.bmm(weights, values.flatten(0, 1)).view(rows, self.num_kv_heads, num_queries, groups, -1)
+        result = _product(weights, values.flatten(0, 1)).view(rows, self.num_kv_heads, num_queries, groups, -1)
         result = result.div_(total).transpose(1, 2)
         return result.reshape(rows, num_queries, num_heads, -1).to(query.dtype)
 
@@ -210,7 +232,7 @@ class _Scores:
             highest = torch.maximum(highest, sinks)
         highest.clamp_(min=torch.finfo(torch.float32).min)
         weights = scores.sub_(highest).exp_()
-        total = weights.sum(dim=-1, keepdim=True)
+        total = _row_sums(weights)
         if sinks is not None:
             total += torch.exp(sinks - highest)
         return weights, total.masked_fill_(total == 0, 1)

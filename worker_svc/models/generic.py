@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
 from torch import nn
 
+from kernels.matrix import column_major
 from pagewire.errors import InvalidArgumentError, violation
 from worker_svc.models.generic_attention import (
     PAGED,
@@ -40,6 +42,9 @@ class GenericModel:
         self._state, self._layers = attach_layers(calls)
         self._base: Any = model.base_model
         self._head = _head_of(model)
+        self._pads_single_rows = self.dtype == torch.float32 and self.device.type == "cpu"
+        if self._pads_single_rows:
+            _lay_out_by_columns(model)
         model.set_attn_implementation(PAGED)
 
     def kv_cache_specs(self) -> list[KvCacheSpec]:
@@ -49,6 +54,9 @@ class GenericModel:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_caches: KvCaches) -> torch.Tensor:
         """Writes the batch's KV and returns hidden states [num_tokens, hidden_size] after the final norm."""
+        num_tokens = len(batch.input_ids)
+        if num_tokens == 1 and self._pads_single_rows:
+            batch = _with_idle_token(batch)
         self._state.batch, self._state.kv_caches = batch, kv_caches
         try:
             output = self._base(
@@ -56,14 +64,17 @@ class GenericModel:
             )
         finally:
             self._state.batch, self._state.kv_caches = None, []
-        hidden: torch.Tensor = output.last_hidden_state[0]
+        hidden: torch.Tensor = output.last_hidden_state[0, :num_tokens]
         return hidden
 
     @torch.inference_mode()
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab_size] in float32 for hidden states [rows, hidden_size], by the model's own head."""
+        num_rows = len(hidden_states)
+        if num_rows == 1 and self._pads_single_rows:
+            hidden_states = hidden_states.expand(2, -1)
         logits: torch.Tensor = self._head(inputs_embeds=hidden_states.unsqueeze(0), use_cache=False).logits
-        return logits[0].float()
+        return logits[0, :num_rows].float()
 
     @torch.inference_mode()
     def eager_hidden_states(self, token_ids: list[int]) -> torch.Tensor:
@@ -76,6 +87,25 @@ class GenericModel:
         finally:
             module.set_attn_implementation(PAGED)
         return hidden
+
+
+def _lay_out_by_columns(model: nn.Module) -> None:
+    """So that a row's product does not depend on how many rows there are; see kernels/matrix.py."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            weight = module.weight.data
+            columns = column_major(*weight.shape, dtype=weight.dtype, device=weight.device)
+            module.weight.data = columns.copy_(weight)
+
+
+def _with_idle_token(batch: ForwardBatch) -> ForwardBatch:
+    """The batch and one more token of no row, whose KV is not written: a product with one row adds in another order."""
+    return dataclasses.replace(
+        batch,
+        input_ids=batch.input_ids.expand(2),
+        positions=batch.positions.expand(2),
+        slot_mapping=torch.cat([batch.slot_mapping, batch.slot_mapping.new_full((1,), -1)]),
+    )
 
 
 class _GivenOutput:
