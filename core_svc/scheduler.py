@@ -17,7 +17,7 @@ import time
 from bisect import insort
 from collections.abc import Iterable
 
-from core_svc.commit import RowResult, commit_row, split_rows
+from core_svc.commit import commit_row
 from core_svc.config import EngineConfig
 from core_svc.kv_cache_manager import KVCacheManager
 from core_svc.outputs import OutputCollector, finished_of
@@ -25,6 +25,7 @@ from core_svc.plan_builder import PlanBuilder, ScheduledStep
 from core_svc.recent_ids import RecentIds
 from core_svc.request import NO_SLOT, Request, RequestKey, RequestStatus
 from core_svc.request_queue import RequestQueue
+from core_svc.result_rows import RowResult, split_rows
 from pagewire.engine import AbortReason, CoreStats, Finished
 from pagewire.plan import StepResult
 

@@ -203,7 +203,7 @@ def test_a_frontend_that_is_gone_frees_everything_within_two_steps() -> None:
 def test_deadlines_end_requests_wherever_they_are() -> None:
     harness = Harness(max_num_seqs=1, options=FakeOptions(latency_s=0.005))
     harness.add(
-        make_request(1, 10, params(2000), remaining_ms=60),
+        make_request(1, 10, params(2000), remaining_ms=300),
         make_request(2, 10, params(5), remaining_ms=20),
         make_request(3, 10, params(2)),
         make_request(4, 10, params(2), remaining_ms=0),
@@ -305,7 +305,7 @@ def test_shutdown_refuses_adds_drains_and_aborts_the_rest() -> None:
     harness = Harness(options=FakeOptions(latency_s=0.002))
     with running_engine(harness) as thread:
         harness.add(make_request(1, 10, params(20)), make_request(2, 10, params(3000)))
-        harness.engine.shutdown(drain_s=0.3)
+        harness.engine.shutdown(drain_s=1.0)
         with pytest.raises(UnavailableError, match="shuts down"):
             harness.add(make_request(3, 10))
         thread.join(5)

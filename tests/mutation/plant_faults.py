@@ -61,7 +61,7 @@ def try_fault(fault: Fault) -> tuple[Fault, str, float]:
         try:
             done = run_tests(tree, fault.tests)
         except subprocess.TimeoutExpired:
-            return fault, "", time.monotonic() - started  # a fault that hangs the tests is found
+            return fault, f"the tests did not end within {TIMEOUT_S} s", time.monotonic() - started
     # 1 is "tests failed"; anything else (no tests, an error in the file) proves nothing.
     if done.returncode == 1:
         return fault, "", time.monotonic() - started
