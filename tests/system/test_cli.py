@@ -1,0 +1,102 @@
+"""The commands that talk to a running server, and the help that a newcomer reads."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.system.deployment import environment
+
+
+def pagewire(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pagewire.cli", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=240, env=environment())
+
+
+def test_help_names_every_command_and_the_precedence():
+    done = pagewire("--help")
+    assert done.returncode == 0
+    for word in ("serve", "generate", "bench", "worker", "core", "frontend", "fetch", "Precedence"):
+        assert word in done.stdout
+    for command in ("serve", "generate", "bench", "worker", "core", "frontend", "fetch"):
+        own = pagewire(command, "--help")
+        assert own.returncode == 0, own.stderr
+        assert "usage:" in own.stdout
+        assert "--" in own.stdout
+
+
+def test_unknown_command():
+    done = pagewire("sevre")
+    assert done.returncode == 2
+    assert "'sevre'" in done.stderr
+
+
+def test_help_is_quick_and_light():
+    """Neither torch nor a service is imported for it."""
+    code = "import sys; from pagewire import cli; cli.main(['--help']); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    for name in ("'torch'", "'grpc'", "'frontend_svc'", "'worker_svc'"):
+        assert name not in done.stdout
+
+
+def test_generate(deployment):
+    server = f"--server={deployment.address('frontend')}"
+    plain = pagewire("generate", server, "--no-chat", "--max-tokens=5", "--temperature=0", "The capital of France is")
+    assert plain.returncode == 0, plain.stderr
+    assert "Paris" in plain.stdout
+    assert "5 prompt tokens" in plain.stderr
+    assert "5 generated" in plain.stderr
+    piped = pagewire("generate", server, "--max-tokens=8", "--temperature=0", "--quiet", stdin="What is 1 + 1?")
+    assert piped.returncode == 0
+    assert piped.stdout.strip()
+    assert piped.stderr == ""
+
+
+def test_generate_says_what_is_wrong(deployment):
+    bad = pagewire("generate", f"--server={deployment.address('frontend')}", "--top-p=7", "x")
+    assert bad.returncode == 1
+    assert "sampling_params.top_p is 7.0: must be in (0, 1]" in bad.stderr
+    nobody = pagewire("generate", "--server=127.0.0.1:1", "x")
+    assert nobody.returncode == 1
+    assert "no frontend answers at 127.0.0.1:1" in nobody.stderr
+    assert "Traceback" not in nobody.stderr
+
+
+def test_bench(deployment, tmp_path):
+    server = f"--server={deployment.address('frontend')}"
+    flags = ["--num-prompts=4", "--concurrency=2", "--prompt-len=16", "--max-tokens=6", "--json"]
+    done = pagewire("bench", server, *flags)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["num_requests"], found["num_errors"]) == (4, 0)
+    assert (found["num_prompt_tokens"], found["num_output_tokens"]) == (64, 24)
+    assert found["output_tokens_per_s"] == pytest.approx(24 / found["duration_s"], rel=0.01)
+    for key in ("time_to_first_token_ms", "inter_token_ms"):
+        assert 0 < found[key]["p50"] <= found[key]["p90"] <= found[key]["p99"]
+
+    workload = tmp_path / "workload.jsonl"
+    workload.write_text('{"prompt": "Hi", "max_tokens": 2}\n{"prompt_len": 9, "max_tokens": 3}\n')
+    table = pagewire("bench", server, f"--workload={workload}")
+    assert table.returncode == 0, table.stderr
+    assert "num_output_tokens        5" in table.stdout
+    workload.write_text('{"prompt": "Hi"}\n')
+    bad = pagewire("bench", server, f"--workload={workload}")
+    assert bad.returncode == 1
+    assert "line 1" in bad.stderr
+
+
+def test_bad_setting_of_a_service():
+    done = pagewire("core", "--port=70000")
+    assert done.returncode == 2
+    assert "--port is '70000': must be in [0, 65535]" in done.stderr
+
+
+def test_model_that_does_not_exist():
+    """A clear error before anything starts."""
+    done = pagewire("serve", "--model=./no/such/model")
+    assert done.returncode == 1
+    assert "no/such/model" in done.stderr
+    assert "Traceback" not in done.stderr
