@@ -78,9 +78,8 @@ def test_check_greedy_has_teeth(reference: Reference) -> None:
         reference.check_greedy(prompt, [output[0], output[1] + 1, output[2]])
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sixteen_bits(dtype: str, smollm2_path: Path, reference: Reference) -> None:
-    loaded = load_model(str(smollm2_path), dtype=dtype)
+def test_bfloat16(smollm2_path: Path, reference: Reference) -> None:
+    loaded = load_model(str(smollm2_path), dtype="bfloat16")
     assert loaded.info.model == smollm2_path.stem
     tokens = reference.tokenizer(PROMPTS[1])["input_ids"]
     (got,) = paged_logits(loaded.model, [tokens], block_size=16, chunks=(9,))
@@ -113,13 +112,13 @@ def test_exported_chat_template(loaded: LoadedModel, reference: Reference) -> No
 
 
 def test_rows_do_not_depend_on_their_batch(loaded: LoadedModel) -> None:
-    """Alone and among others, to float32 rounding.
+    """The same bits alone, in other chunks, and among others.
 
     Case: vllm#5898
     """
     generator = torch.Generator().manual_seed(2)
-    sequences = [torch.randint(0, 49152, (n,), generator=generator).tolist() for n in (30, 12, 21)]
+    sequences = [torch.randint(0, 49152, (n,), generator=generator).tolist() for n in (30, 12, 130)]
     together = paged_logits(loaded.model, sequences, block_size=16)
     for tokens, expected in zip(sequences, together, strict=True):
         (alone,) = paged_logits(loaded.model, [tokens], block_size=16, chunks=(64,))
-        assert float((alone - expected).abs().max() / expected.abs().max()) <= 2e-5
+        assert torch.equal(alone, expected)
