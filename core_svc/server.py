@@ -66,6 +66,10 @@ class EngineCoreServicer(core_pb2_grpc.EngineCoreServiceServicer):
         self.serving: Serving | None = None
         self.unavailable: str = "the core is loading its model"
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers the service."""
+        core_pb2_grpc.add_EngineCoreServiceServicer_to_server(self, server)
+
     async def Handshake(self, request: core_pb2.HandshakeRequest, context: Context) -> core_pb2.HandshakeResponse:
         """Protocol first, so that a peer of another version learns that at once."""
         wire.incarnation_from_proto(request.frontend_incarnation, "frontend_incarnation")

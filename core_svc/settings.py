@@ -50,7 +50,7 @@ class CoreSettings(CommonSettings):
     lease_ms: int = setting(5000, help="milliseconds that a frontend's stream may stay broken", low=1, metavar="MS")
     heartbeat_interval_ms: int = setting(1000, help="time between heartbeats to frontends", low=10, metavar="MS")
     output_buffer_bytes: int = setting(
-        64 * 2**20,
+        256 * 2**20,
         help="outputs that may wait for a frontend before it is dropped",
         low=1024,
         metavar="BYTES",

@@ -23,7 +23,6 @@ from pagewire.engine import EngineInfo
 from pagewire.errors import FailedPreconditionError, PagewireError, UnavailableError
 from pagewire.runtime.lifetime import new_incarnation
 from pagewire.runtime.server import GrpcServer
-from pagewire.v1 import core_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class CoreProcess:
         self._hub = OutputHub(lease_s=settings.lease_ms / 1000, max_buffer_bytes=settings.output_buffer_bytes)
         self._kv_log = KvEventLog(notify=self._hub.wake_soon)
         self._servicer = EngineCoreServicer(self.incarnation, self._hub, self._kv_log)
-        core_pb2_grpc.add_EngineCoreServiceServicer_to_server(self._servicer, self._server.aio)
+        self._servicer.add_to(self._server.aio)
         self._executor = GrpcExecutor(
             settings.worker,
             self.incarnation,

@@ -71,7 +71,7 @@ async def running_core(worker: ScriptedWorker | None = None, **settings: Any) ->
     """A core that is ready, over `worker`."""
     worker = worker or ScriptedWorker()
     address = await worker.start()
-    values = {"port": 0, "worker": address, "heartbeat_interval_ms": 50, "lease_ms": 400, "worker_silence_s": 1.0}
+    values = {"port": 0, "worker": address, "heartbeat_interval_ms": 50, "lease_ms": 2000, "worker_silence_s": 2.0}
     process = CoreProcess(CoreSettings(**{**values, **settings}))
     await process.start()
     try:

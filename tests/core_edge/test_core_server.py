@@ -59,7 +59,7 @@ def test_handshake_tells_what_the_core_serves() -> None:
         assert response.core_incarnation == core.process.incarnation
         assert response.model.fingerprint.model == "scripted"
         assert (response.block_size, response.num_kv_blocks, response.max_num_seqs) == (16, 4095, 7)
-        assert (response.lease_ms, response.heartbeat_interval_ms) == (400, 50)
+        assert (response.lease_ms, response.heartbeat_interval_ms) == (2000, 50)
         assert list(response.features) == ["prefix_caching"]
         assert response.protocol_versions.min <= 1 <= response.protocol_versions.max
         message = await refused(core.stub.Handshake(handshake(low=2, high=9)), grpc.StatusCode.FAILED_PRECONDITION)
@@ -139,7 +139,11 @@ def test_children_are_added_all_or_none() -> None:
 
 
 def test_abort_outcomes_and_tombstone() -> None:
-    """Case: smg#1351"""
+    """An abort that overtakes its Add, an unknown id, a second abort.
+
+    Case: smg#1351
+    Case: vllm#43226
+    """
 
     async def body(core: Core) -> None:
         frontend = Frontend(core)
@@ -188,7 +192,7 @@ def test_a_broken_lease_frees_everything() -> None:
         await frontend.open()
         assert frontend.unknown == [0, 1, 2]
 
-    with_core(body)
+    with_core(body, lease_ms=300)
 
 
 def test_reconnect_gives_every_token_exactly_once() -> None:
@@ -259,7 +263,7 @@ def test_a_second_stream_replaces_the_first() -> None:
         await asyncio.sleep(0.5)
         assert core.process._hub.num_open == 1, "the end of the first must not start a lease"
 
-    with_core(body, Script(step_s=0.001))
+    with_core(body, Script(step_s=0.001), lease_ms=300)
 
 
 def test_requests_that_the_frontend_no_longer_wants_are_aborted() -> None:

@@ -111,7 +111,7 @@ def test_a_silent_worker_counts_as_lost_within_the_bound() -> None:
             await frontend.add(engine_request(1))
             started_s = time.monotonic()
             await assert_ended_unavailable(frontend, 1)
-            assert 0.4 < time.monotonic() - started_s < 2.0
+            assert 0.4 < time.monotonic() - started_s < 4.0
             core.script.hold.set()
             await assert_serves(core, frontend, 2)
 
@@ -120,12 +120,12 @@ def test_a_silent_worker_counts_as_lost_within_the_bound() -> None:
 
 def test_a_long_step_with_heartbeats_is_not_lost() -> None:
     async def run() -> None:
-        async with running_core(ScriptedWorker(Script(heartbeat_s=0.1)), worker_silence_s=0.5) as core:
+        async with running_core(ScriptedWorker(Script(heartbeat_s=0.1)), worker_silence_s=1.0) as core:
             frontend = Frontend(core)
             await frontend.open()
             core.script.hold.clear()
             await frontend.add(engine_request(1))
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(2.0)
             assert await health(core) == SERVING
             core.script.hold.set()
             await frontend.ended(1)
@@ -139,7 +139,11 @@ def test_a_long_step_with_heartbeats_is_not_lost() -> None:
 
 
 def test_the_watchdog_withdraws_readiness_and_gives_it_back() -> None:
-    """Case: vllm#17972"""
+    """Health follows the loop and the worker's progress, not the process.
+
+    Case: vllm#17972
+    Case: vllm#39863
+    """
 
     async def run() -> None:
         worker = ScriptedWorker(Script(heartbeat_s=0.05))
