@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
 import numpy as np
+import pytest
 
 from core_svc.settings import CoreSettings
 from core_svc.startup import CoreProcess
@@ -17,7 +17,7 @@ from pagewire.columns import pack_int32, pack_uint64, unpack_int32, unpack_uint6
 from pagewire.runtime.lifetime import new_incarnation
 from pagewire.runtime.transport import secure_or_insecure_channel
 from pagewire.v1 import core_pb2, core_pb2_grpc, types_pb2
-from tests.core_edge.worker_server import ScriptedWorker
+from tests.core_edge.worker_server import Script, ScriptedWorker
 
 TIMEOUT_S = 15.0
 
@@ -214,4 +214,19 @@ class Frontend:
         return self.error
 
 
-ids = itertools.count(1)
+def with_core(body: Callable[[Core], Awaitable[None]], script: Script | None = None, **settings: Any) -> None:
+    """Runs the body against a core; the core must end cleanly too."""
+
+    async def run() -> None:
+        async with running_core(ScriptedWorker(script), **settings) as core:
+            await body(core)
+
+    asyncio.run(run())
+
+
+async def refused(call: Awaitable[Any], code: grpc.StatusCode) -> str:
+    """The message of a call that must fail with `code`."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() is code, caught.value
+    return str(caught.value.details())
