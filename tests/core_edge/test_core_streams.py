@@ -185,6 +185,31 @@ def test_a_slow_reader_gets_merged_outputs() -> None:
     with_core(body, heartbeat_interval_ms=1000)
 
 
+def test_a_blocked_stream_can_be_replaced() -> None:
+    """A half-dead connection whose writer waits for room: the frontend comes back on another one and lacks nothing."""
+
+    async def body(core: Core) -> None:
+        async with narrow_channel(core) as channel:
+            stuck = Frontend(core, channel=channel)
+            await stuck.open(is_reading=False)
+            await stuck.add(*(engine_request(i, max_tokens=300) for i in range(64)))
+            buffer = core.process._hub.require_open(stuck.incarnation)
+            await eventually(lambda: buffer.num_live == 0, 60)
+            assert buffer.has_pending, "the writer must be blocked"
+            again = Frontend(core, stuck.incarnation)
+            again.tokens = {i: [] for i in range(64)}
+            await again.open()
+            await again.ended(*range(64))
+            for i in range(64):
+                assert again.tokens[i] == expected_tokens(engine_request(i, max_tokens=300))
+            await eventually(lambda: core.process._hub.num_open == 1)
+            stuck.take = lambda message: None  # type: ignore[method-assign]
+            stuck.start_reading()
+            assert (await stuck.stream_error()).code() is grpc.StatusCode.ABORTED
+
+    with_core(body)
+
+
 def test_a_reader_that_never_reads_is_dropped() -> None:
     async def body(core: Core) -> None:
         async with narrow_channel(core) as channel:
