@@ -27,7 +27,8 @@ from pagewire.sampling import SamplingParams
 from pagewire.v1 import frontend_pb2
 
 TEXT = (
-    "The scheduler decides, once per step, how many tokens of each request are computed. 日本語も少し、そして emoji 👍🏽. "
+    "The scheduler decides, once per step, how many tokens of each request are computed. "
+    "日本語も少し、そして emoji 👍🏽. "
     "def step(self) -> bool:\n    return self.receive() or self.schedule()\n"
 )
 CASES = {

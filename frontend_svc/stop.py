@@ -63,11 +63,13 @@ class StopChecker:
     Of several matches the one that ends first wins; of those that end together, the first in the list.
     """
 
-    __slots__ = ("_first_characters", "_matchers")
+    __slots__ = ("_first_characters", "_matchers", "num_held")
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._matchers = [_Matcher(s) for s in stop]
         self._first_characters = frozenset(s[0] for s in stop)
+        self.num_held = 0
+        """Characters at the end of the text that could still become a stop string."""
 
     def check(self, text: str, *, counts: bool = True) -> StopMatch | None:
         """Reads new text and returns the match that ends in it.
@@ -76,7 +78,7 @@ class StopChecker:
             text: the new characters.
             counts: False before min_tokens: matches that end here do not stop, ones that end later may begin here.
         """
-        if not text or (self.num_held == 0 and self._first_characters.isdisjoint(text)):
+        if not self.num_held and self._first_characters.isdisjoint(text):
             return None
         first_end = 1 if counts else len(text) + 1
         best: StopMatch | None = None
@@ -84,9 +86,5 @@ class StopChecker:
             end = matcher.advance(text, first_end)
             if end and (best is None or end < best.end):
                 best = StopMatch(matcher.pattern, end - len(matcher.pattern), end)
+        self.num_held = max(matcher.state for matcher in self._matchers)
         return best
-
-    @property
-    def num_held(self) -> int:
-        """Characters at the end of the text that could still become a stop string."""
-        return max((matcher.state for matcher in self._matchers), default=0)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from conftest import make_tokenizer, sentencepiece_json
+from small_tokenizers import make_tokenizer, sentencepiece_json
 
 from frontend_svc.chat_template import ChatTemplate
 from frontend_svc.tokenizer import Tokenizer

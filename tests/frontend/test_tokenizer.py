@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import sentencepiece_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_tokenizers import sentencepiece_json
 
 from frontend_svc.tokenizer import Tokenizer
 from frontend_svc.vocabulary import DecoderKind
