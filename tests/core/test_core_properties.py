@@ -33,6 +33,14 @@ from pagewire.errors import InternalError, InvalidArgumentError
 
 FRONTENDS = ("frontend-a", "frontend-b", "frontend-c")
 MAX_STEPS = 4000
+FLAVORS: list[dict[str, Any]] = [
+    {},
+    {},
+    {},
+    {"logprobs": 0},
+    {"prompt_logprobs": 0},
+    {"skip_reading_prefix_cache": True},
+]
 
 
 @dataclass
@@ -50,13 +58,14 @@ class Arrival:
 def arrivals(draw: Callable[..., Any]) -> list[Arrival]:
     """Up to 14 requests; prompts share prefixes often, so that the cache is hit."""
     found = []
-    for request_id in range(draw(st.integers(1, 14))):
-        stem = draw(st.integers(0, 2))
-        length = draw(st.integers(1, 60))
-        shared = draw(st.integers(0, length))
+    for request_id in range(draw(st.sampled_from([1, 2, 4, 6, 8, 10, 12]))):
+        stem = draw(st.integers(0, 1))
+        length = draw(st.one_of(st.integers(1, 12), st.integers(13, 60)))
+        shared = draw(st.sampled_from([0, length // 2, length, length]))
         prompt = [(stem * 7919 + i * 13) % 900 + 3 for i in range(shared)]
         prompt += [(request_id * 131 + i * 7) % 997 + 3 for i in range(length - shared)]
         max_tokens = draw(st.integers(1, 30))
+        flavor = draw(st.sampled_from(FLAVORS))
         model = FakeModel(eos_token_id=EOS)
         output = model.generate(prompt, params(seed=stem), draw(st.sampled_from([0, 0, 0, max_tokens // 2])))
         found.append(
@@ -71,14 +80,12 @@ def arrivals(draw: Callable[..., Any]) -> list[Arrival]:
                         seed=stem,
                         min_tokens=draw(st.sampled_from([0, 0, max_tokens // 2, max_tokens])),
                         ignore_eos=draw(st.booleans()),
-                        prompt_logprobs=draw(st.sampled_from([None, None, 0])),
-                        logprobs=draw(st.sampled_from([None, None, 0])),
-                        skip_reading_prefix_cache=draw(st.sampled_from([None, None, True])),
+                        **flavor,
                     ),
                     output=output,
                     priority=draw(st.integers(-2, 2)),
                     arrival_time_ns=draw(st.integers(0, 5)),
-                    cache_salt=draw(st.sampled_from(["", "", "", "tenant"])),
+                    cache_salt=draw(st.sampled_from(["", "", "", "", "tenant"])),
                 ),
                 abort_after=draw(st.one_of(st.none(), st.none(), st.integers(0, 20))),
                 is_aborted_while_executing=draw(st.booleans()),
@@ -96,7 +103,7 @@ def configs(draw: Callable[..., Any]) -> dict[str, Any]:
         "max_num_batched_tokens": draw(st.sampled_from([16, 17, 31, 64, 2048])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 5, 20])),
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
-        "enable_prefix_caching": draw(st.booleans()),
+        "enable_prefix_caching": draw(st.sampled_from([True, True, True, False])),
         "prefill_schedule_interval": draw(st.sampled_from([1, 1, 3])),
     }
 
