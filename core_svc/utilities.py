@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,19 @@ from pagewire.engine import (
     Sleep,
     WakeUp,
 )
-from pagewire.errors import AbortedError, FailedPreconditionError, InvalidArgumentError, PagewireError, violation
+from pagewire.errors import (
+    AbortedError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    PagewireError,
+    violation,
+)
 
 if TYPE_CHECKING:
     from core_svc.engine import EngineCore
+
+logger = logging.getLogger(__name__)
 
 SLEEP_LEVELS = (1, 2)
 
@@ -45,6 +55,10 @@ class Utilities:
             resolve(message.future, self._dispatch(message))
         except PagewireError as error:
             reject(message.future, error)
+        except Exception:
+            # Whoever waits for the answer must get one; the loop goes on.
+            logger.exception("%s failed", type(message.command).__name__)
+            reject(message.future, InternalError(f"{type(message.command).__name__} failed"))
 
     def answer_pauses(self) -> None:
         """Answers the pauses that waited for running requests, once there are none. Called after every step."""

@@ -22,7 +22,7 @@ from pagewire.engine import (
     Sleep,
     WakeUp,
 )
-from pagewire.errors import AbortedError, FailedPreconditionError, InvalidArgumentError
+from pagewire.errors import AbortedError, FailedPreconditionError, InternalError, InvalidArgumentError
 
 
 def call(harness: Harness, command: Command) -> CommandResult:
@@ -166,6 +166,19 @@ def test_sleep_refuses_levels_that_do_not_exist() -> None:
     harness = Harness()
     with pytest.raises(InvalidArgumentError, match=r"sleep\.level is 3"):
         call(harness, Sleep(3))
+
+
+def test_a_command_that_fails_is_answered_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    harness = two_running_one_waiting()
+
+    def broken() -> CoreStats:
+        raise ZeroDivisionError
+
+    harness.engine.stats = broken  # type: ignore[method-assign]
+    with pytest.raises(InternalError, match="GetStats failed"):
+        call(harness, GetStats())
+    assert "GetStats failed" in caplog.text
+    finish_all(harness)
 
 
 def test_stats_and_profile() -> None:
