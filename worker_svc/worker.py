@@ -115,10 +115,10 @@ class Worker:
             raise InvalidArgumentError([violation("model", model, "must be given: the worker has no default model")])
         request = LoadRequest(source, revision, dtype, quantization, max_model_len, force_generic, load_format)
         if self._loaded is not None and request == self._load_request:
+            self.wake_up()
             return self._loaded.info
         self._drop_cache()
-        self._loaded = self._load_request = None
-        gc.collect()
+        self._forget_model()
         self._load(request, on_progress)
         self.sleep_level = 0
         return self._require_model().info
@@ -246,12 +246,12 @@ class Worker:
         freed = self._drop_cache()
         if level == 2:
             freed += loaded.info.weights_bytes
+            del loaded
             self._loaded = None
+            gc.collect()
         elif self._device.type != "cpu":
             self._move_weights(torch.device("cpu"))
             freed += loaded.info.weights_bytes
-        del loaded
-        gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         self.sleep_level = level
@@ -307,8 +307,13 @@ class Worker:
         self._num_other_progress = self.progress + 1
         self._runner = None
         self.epoch = self.step = 0
-        gc.collect()
         return freed
+
+    def _forget_model(self) -> None:
+        """Lets go of the model before another one is loaded. Modules may hold themselves in cycles."""
+        if self._loaded is not None:
+            self._loaded = self._load_request = None
+            gc.collect()
 
     def _move_weights(self, device: torch.device) -> None:
         model: Any = self._loaded.model if self._loaded is not None else None
