@@ -30,7 +30,14 @@ from pagewire.engine import (
     FinishReason,
     StepOutputs,
 )
-from pagewire.errors import FailedPreconditionError, InternalError, PagewireError, UnavailableError
+from pagewire.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InternalError,
+    PagewireError,
+    UnavailableError,
+)
 from pagewire.runtime.status import from_rpc_error
 from pagewire.runtime.transport import MAX_MESSAGE_BYTES, TlsConfig, secure_or_insecure_channel
 from pagewire.types_wire import TokenizerAssembler, tokenizer_sha256
@@ -201,7 +208,12 @@ class GrpcCoreClient:
                 raise UnavailableError("the connection to the core is broken", reason="CORE_LOST") from error
         if self._lost is not None:
             raise self._lost
-        return await _answer(method(message, timeout=timeout_s))
+        try:
+            return await _answer(method(message, timeout=timeout_s))
+        except (DeadlineExceededError, AbortedError) as error:
+            # The deadline is ours and not the caller's, and only a closed channel cancels the call.
+            text = f"the core at {self.target} did not answer within {timeout_s:g} s: {error}"
+            raise self._lost or UnavailableError(text, retry_after_s=RETRY_AFTER_S) from error
 
     async def outputs(self) -> AsyncIterator[StepOutputs]:
         """Everything in order. Raises UnavailableError once the core is lost."""

@@ -26,6 +26,8 @@ MAX_REQUEST_ID_BYTES = 256
 MAX_CACHE_SALT_BYTES = 256
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_BYTES = 1024
+MAX_PROMPT_CANDIDATES = 500_000
+"""Candidates with text over all prompt positions: about half a second of work and 20 MiB of one message."""
 _INT32_MAX = 2**31 - 1
 
 
@@ -223,6 +225,7 @@ class InputProcessor:
         self.check(request)
         prompt, prompt_token_ids = self.tokenize(request.prompt, request.add_special_tokens)
         params = request.sampling_params
+        self._check_prompt_logprobs(params, len(prompt_token_ids))
         resolved = self.resolve(params, len(prompt_token_ids))
         wants_prompt = params.prompt_logprobs is not None
         parent = ParentRequest(
@@ -247,6 +250,16 @@ class InputProcessor:
             parent.add_child(child)
             engine_requests.append(self._engine_request(request, child, column, resolved))
         return parent, engine_requests
+
+    def _check_prompt_logprobs(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        count = params.prompt_logprobs
+        if count is None:
+            return
+        num_candidates = (self.info.model.vocab_size if count < 0 else count) + 1
+        most = MAX_PROMPT_CANDIDATES // num_prompt_tokens - 1
+        if num_candidates - 1 > most:
+            limit = f"must be at most {most} for a prompt of {num_prompt_tokens} tokens"
+            raise InvalidArgumentError([violation("sampling_params.prompt_logprobs", count, limit)])
 
     def _prompt_logprobs(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> LogprobsProcessor:
         processor = LogprobsProcessor(self.tokenizer, params.prompt_logprobs or 0)

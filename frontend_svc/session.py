@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from frontend_svc.chat_template import ChatTemplate
 from frontend_svc.engine_client import EngineCoreClient
@@ -14,12 +15,19 @@ from frontend_svc.output_processor import Aborts, OutputProcessor
 from frontend_svc.parallel_sampling import ParentRequest
 from frontend_svc.tokenizer import Tokenizer
 from pagewire.engine import AbortOutcome, AbortReason, EngineRequest
-from pagewire.errors import AlreadyExistsError, PagewireError, ResourceExhaustedError, UnavailableError
+from pagewire.errors import (
+    AlreadyExistsError,
+    InvalidArgumentError,
+    PagewireError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
 MAX_ENDED_IDS = 4096
+_ENGINE_REQUEST = re.compile(r"^requests\[\d+\]\.")
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +39,14 @@ class Ticket:
     parent: ParentRequest | None = None
     is_aborted: bool = False
     """Someone called Abort before it was handed to the core."""
+
+
+def _in_callers_words(error: PagewireError) -> PagewireError:
+    """Names fields as the caller wrote them: the core's `requests[0].sampling_params.n` is `sampling_params.n`."""
+    if not isinstance(error, InvalidArgumentError) or not error.violations:
+        return error
+    named = [replace(v, field=_ENGINE_REQUEST.sub("", v.field)) for v in error.violations]
+    return InvalidArgumentError(list(dict.fromkeys(named)), reason=error.reason)
 
 
 class CoreSession:
@@ -105,7 +121,7 @@ class CoreSession:
         try:
             await self.client.add(requests)
         except PagewireError as error:
-            self.send(self.outputs.fail(parent, error, AbortReason.SIBLING_FAILED))
+            self.send(self.outputs.fail(parent, _in_callers_words(error), AbortReason.SIBLING_FAILED))
 
     def abort(self, ticket: Ticket, reason: AbortReason) -> None:
         """Ends a request with finish reason ABORT, wherever it is; its waiter wakes."""

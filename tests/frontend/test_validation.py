@@ -49,6 +49,10 @@ BAD_GENERATE: dict[str, tuple[dict[str, Any], str]] = {
     "logit_bias": ({"logit_bias": {50000: 1.0}}, "sampling_params.logit_bias[50000]"),
     "stop_token_ids": ({"stop_token_ids": [60000]}, "sampling_params.stop_token_ids[0]"),
     "logprobs": ({"logprobs": 1000}, "sampling_params.logprobs"),
+    "too many prompt logprobs": (
+        {"token_ids": ids(*[5] * 200), "prompt_logprobs": -1},
+        "sampling_params.prompt_logprobs",
+    ),
     "empty bad word": ({"bad_words": [""]}, "sampling_params.bad_words[0]"),
     "long request_id": ({"request_id": "é" * 129}, "request_id"),
     "long cache_salt": ({"cache_salt": "s" * 257}, "cache_salt"),
@@ -225,5 +229,27 @@ def test_bad_words_and_seed_are_resolved(kind: str, smollm2_files: Files, smollm
             assert params.max_tokens == 62
             assert seen[0].sampling_params.seed != seen[1].sampling_params.seed
             assert seen[0].eos_token_ids == (2,)
+
+    run(scenario())
+
+
+def test_the_cores_refusal_names_the_callers_field(kind: str, smollm2_files: Files) -> None:
+    """What only the core checks comes back with the path that the caller wrote."""
+
+    async def scenario() -> None:
+        async with frontend(kind, smollm2_files) as f:
+            client = f.service.session.client
+            add = client.add
+
+            async def spoiled(requests: Any) -> None:
+                for request in requests:
+                    request.sampling_params.n = 3
+                await add(requests)
+
+            client.add = spoiled  # type: ignore[method-assign]
+            found = from_rpc_error(await status_of(f.stub.Generate(generate_request(n=2))))
+            assert isinstance(found, InvalidArgumentError)
+            assert [v.field for v in found.violations] == ["sampling_params.n"]
+            await f.is_idle()
 
     run(scenario())
