@@ -176,6 +176,7 @@ def test_a_step_that_fails_in_band_ends_its_requests_with_the_reason() -> None:
             assert frontend.finished[1].error_code == grpc.StatusCode.INTERNAL.value[0]
             assert "no numbers" in frontend.finished[1].error_message
             await assert_serves(core, frontend, 2)
+            assert core.script.plans[-1].epoch == 1, "the worker was not lost"
 
     asyncio.run(run())
 
