@@ -106,26 +106,24 @@ def torch_paged_attention(
             last = min(first + QUERY_TILE, query_len)
             end = seq_len - query_len + last
             begin = 0 if sliding_window is None else max(0, end - (last - first) - sliding_window + 1)
-            blocks = block_tables[row, begin // block_size : max(1, -(-end // block_size))]
+            begin = begin // block_size * block_size
+            num_keys = max(1, -(-end // block_size)) * block_size - begin
             tokens = slice(starts[row] + first, starts[row] + last)
+            positions = torch.arange(end - (last - first), end, device=query.device).unsqueeze(0)
+            pairs = scores.pairs(block_tables[row : row + 1], positions, begin, num_keys, block_size)
             out[tokens] = scores.attend(
-                query[tokens].unsqueeze(0),
-                _gather(key_cache, blocks.unsqueeze(0)),
-                _gather(value_cache, blocks.unsqueeze(0)),
-                torch.arange(end - (last - first), end, device=query.device).unsqueeze(0),
-                begin // block_size * block_size,
+                query[tokens].unsqueeze(0), _gather(key_cache, pairs), _gather(value_cache, pairs), positions, begin
             )[0]
     for num_blocks, rows in decodes.items():
         picked = torch.tensor(rows, device=query.device)
-        blocks = block_tables.index_select(0, picked)[:, :num_blocks]
         tokens_at = query_start_loc.index_select(0, picked).long()
-        out[tokens_at] = scores.attend(
-            query.index_select(0, tokens_at).unsqueeze(1),
-            _gather(key_cache, blocks),
-            _gather(value_cache, blocks),
-            seq_lens.index_select(0, picked).long().unsqueeze(1) - 1,
-            0,
-        )[:, 0]
+        positions = seq_lens.index_select(0, picked).long().unsqueeze(1) - 1
+        num_keys = min(num_blocks, block_tables.shape[1]) * block_size
+        pairs = scores.pairs(block_tables.index_select(0, picked), positions, 0, num_keys, block_size)
+        decoded = query.index_select(0, tokens_at).unsqueeze(1)
+        out[tokens_at] = scores.attend(decoded, _gather(key_cache, pairs), _gather(value_cache, pairs), positions, 0)[
+            :, 0
+        ]
     return out
 
 
@@ -134,24 +132,16 @@ def _output(query: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
 
 
 def _padded_blocks(seq_len: int, block_size: int) -> int:
-    """Blocks to read for a decode: rounded up in four steps per octave, so that few shapes occur."""
+    """Blocks to read for a decode: rounded up in eight steps per octave, so that few shapes occur."""
     blocks = max(1, -(-seq_len // block_size))
-    step = 1 << max(0, blocks.bit_length() - 3)
+    step = 1 << max(0, blocks.bit_length() - 4)
     return -(-blocks // step) * step
 
 
-def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Keys or values [rows, num_kv_heads, blocks * block_size, head_size] in float32, one copy.
-
-    The heads of a slot lie beside each other; picking (slot, head) pairs puts each head's keys in one run.
-    """
-    num_slots, num_heads, head_size = cache.shape[0] * cache.shape[1], cache.shape[2], cache.shape[3]
-    offsets = torch.arange(cache.shape[1], device=cache.device)
-    slots = (blocks.long().unsqueeze(-1) * cache.shape[1] + offsets).flatten(1)
-    heads = torch.arange(num_heads, device=cache.device).view(1, -1, 1)
-    picked = (slots.unsqueeze(1) * num_heads + heads).flatten()
-    gathered = cache.view(num_slots * num_heads, head_size).index_select(0, picked)
-    return gathered.float().view(blocks.shape[0], num_heads, slots.shape[1], head_size)
+def _gather(cache: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """Keys or values [rows, num_kv_heads, keys, head_size] in float32, one copy. See `_Scores.pairs`."""
+    gathered = cache.view(-1, cache.shape[3]).index_select(0, pairs.flatten())
+    return gathered.float().view(*pairs.shape, cache.shape[3])
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -182,6 +172,24 @@ class _Scores:
     sinks: torch.Tensor | None
     alibi_slopes: torch.Tensor | None
     num_kv_heads: int
+
+    def pairs(
+        self, block_tables: torch.Tensor, query_positions: torch.Tensor, first_key: int, num_keys: int, block_size: int
+    ) -> torch.Tensor:
+        """Where the keys lie: [rows, num_kv_heads, num_keys] int64, slot * num_kv_heads + head.
+
+        The heads of a slot lie beside each other in the cache; picking pairs puts each head's keys in one run. A key
+        that no query of its row sees is replaced by one that some query sees: an unused slot may hold NaN, and 0 * NaN
+        is NaN.
+        """
+        keys = torch.arange(first_key, first_key + num_keys, device=block_tables.device)
+        last = query_positions[:, -1:].clamp(min=0)
+        keys = torch.minimum(keys, last)
+        if self.sliding_window is not None:
+            keys = torch.maximum(keys, torch.minimum(query_positions[:, :1] - self.sliding_window + 1, last))
+        slots = block_tables.gather(1, keys // block_size).long() * block_size + keys % block_size
+        heads = torch.arange(self.num_kv_heads, device=block_tables.device).view(1, -1, 1)
+        return slots.unsqueeze(1) * self.num_kv_heads + heads
 
     def attend(
         self,
@@ -214,25 +222,20 @@ class _Scores:
         if self.sliding_window is not None:
             is_hidden |= distance >= self.sliding_window
         scores.masked_fill_(is_hidden[:, None, :, None], -torch.inf)
-        weights, total = self._weights(scores, groups)
-        # A slot that no query sees may hold anything, and 0 * NaN is NaN.
-        is_unused = is_hidden.all(dim=1)
-        if bool(is_unused.any()):
-            values.masked_fill_(is_unused[:, None, :, None], 0)
+        weights, seen, total = self._weights(scores, groups)
         weights = weights.view(rows * self.num_kv_heads, num_queries * groups, num_keys)
         result = _product(weights, values.flatten(0, 1)).view(rows, self.num_kv_heads, num_queries, groups, -1)
-        result = result.div_(total).transpose(1, 2)
+        # Where nothing is seen, whatever was gathered must not show.
+        result = result.div_(total).masked_fill_(seen == 0, 0).transpose(1, 2)
         return result.reshape(rows, num_queries, num_heads, -1).to(query.dtype)
 
-    def _weights(self, scores: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """exp(scores - highest) and its sum with the sinks; the sum is 1 where nothing is seen."""
+    def _weights(self, scores: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """exp(scores - highest), its sum (0 where nothing is seen), and that sum with the sinks."""
         highest = scores.amax(dim=-1, keepdim=True)
         sinks = None if self.sinks is None else self.sinks.float().view(1, self.num_kv_heads, 1, groups, 1)
         if sinks is not None:
             highest = torch.maximum(highest, sinks)
         highest.clamp_(min=torch.finfo(torch.float32).min)
         weights = scores.sub_(highest).exp_()
-        total = _row_sums(weights)
-        if sinks is not None:
-            total += torch.exp(sinks - highest)
-        return weights, total.masked_fill_(total == 0, 1)
+        seen = _row_sums(weights)
+        return weights, seen, seen if sinks is None else seen + torch.exp(sinks - highest)

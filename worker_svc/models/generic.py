@@ -76,6 +76,10 @@ class GenericModel:
         logits: torch.Tensor = self._head(inputs_embeds=hidden_states.unsqueeze(0), use_cache=False).logits
         return logits[0, :num_rows].float()
 
+    def move_weights(self, device: torch.device) -> None:
+        """Moves the weights, for sleeping; forward works again once they are back."""
+        self.module.to(device)
+
     @torch.inference_mode()
     def eager_hidden_states(self, token_ids: list[int]) -> torch.Tensor:
         """Hidden states [len(token_ids), hidden_size] by transformers' own eager attention; the KV pool is not used."""

@@ -61,3 +61,7 @@ class Model(Protocol):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab_size] in float32 for hidden states [rows, hidden_size], softcapped where the model is."""
         ...
+
+    def move_weights(self, device: torch.device) -> None:
+        """Moves the weights, for sleeping; forward works again once they are back on `device`."""
+        ...

@@ -134,6 +134,10 @@ class Decoder(nn.Module):
         weight = self.embedding if self.lm_head is None else self.lm_head.weight
         return kernels.linear(hidden_states, weight).float()
 
+    def move_weights(self, device: torch.device) -> None:
+        """Moves the weights, for sleeping; forward works again once they are back."""
+        self.to(device)
+
     def _lay_out_by_columns(self) -> None:
         """So that a row's product does not depend on how many rows there are; see kernels/matrix.py."""
         for parameter in self.parameters():
