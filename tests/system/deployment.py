@@ -29,7 +29,7 @@ def environment() -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PAGEWIRE_")}
     if "PAGEWIRE_CACHE" in os.environ:
         kept["PAGEWIRE_CACHE"] = os.environ["PAGEWIRE_CACHE"]
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 
 
 class Process:
