@@ -1,0 +1,59 @@
+"""The life of a worker process: listen, load the default model if it is asked to, serve, let the running step end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+
+from pagewire.runtime.lifetime import new_incarnation
+from pagewire.runtime.ready import print_ready
+from pagewire.runtime.server import GrpcServer, wait_for_signal
+from pagewire.v1 import worker_pb2_grpc
+from worker_svc.compute import ComputeThread
+from worker_svc.server import SERVICE_NAME, WorkerServicer
+from worker_svc.settings import WorkerSettings
+from worker_svc.worker import Worker
+
+logger = logging.getLogger("worker_svc")
+
+
+async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
+    """Serves until a signal; returns the exit status."""
+    incarnation = new_incarnation()
+    worker = Worker(
+        settings.device, settings.model, settings.kv_cache_memory, num_threads=settings.num_threads or _num_cores()
+    )
+    server = GrpcServer(
+        [SERVICE_NAME],
+        host=settings.host,
+        port=settings.port,
+        tls=settings.tls,
+        max_message_bytes=settings.max_message_bytes,
+    )
+    servicer = WorkerServicer(worker, compute, incarnation)
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.aio)
+    port = await server.start()
+    signalled = asyncio.ensure_future(wait_for_signal())
+    if settings.preload:
+        loading = asyncio.wrap_future(
+            compute.submit(lambda: worker.load_model(dtype=settings.dtype, max_model_len=settings.max_model_len))
+        )
+        await asyncio.wait((signalled, loading), return_when=asyncio.FIRST_COMPLETED)
+        if not signalled.done() and loading.exception() is not None:
+            await server.drain(0.0)
+            await loading
+    if not signalled.done():
+        await server.set_ready(True)
+        print_ready("worker", settings.host, port, incarnation)
+        await signalled
+    logger.info("signal received: the step that runs gets up to %g s", settings.drain_s)
+    await server.set_ready(False)
+    await servicer.shut_down(settings.drain_s)
+    await server.drain(1.0)
+    return 0
+
+
+def _num_cores() -> int:
+    """Cores that this process may use, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
