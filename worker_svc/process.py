@@ -9,9 +9,8 @@ import os
 from pagewire.runtime.lifetime import new_incarnation
 from pagewire.runtime.ready import print_ready
 from pagewire.runtime.server import GrpcServer, wait_for_signal
-from pagewire.v1 import worker_pb2_grpc
 from worker_svc.compute import ComputeThread
-from worker_svc.server import SERVICE_NAME, WorkerServicer
+from worker_svc.server import SERVICE_NAME, WorkerServicer, add_servicer
 from worker_svc.settings import WorkerSettings
 from worker_svc.worker import Worker
 
@@ -32,7 +31,7 @@ async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
         max_message_bytes=settings.max_message_bytes,
     )
     servicer = WorkerServicer(worker, compute, incarnation)
-    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server.aio)
+    add_servicer(servicer, server.aio)
     port = await server.start()
     signalled = asyncio.ensure_future(wait_for_signal())
     if settings.preload:

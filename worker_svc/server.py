@@ -263,3 +263,8 @@ async def _prompt_heartbeats(session: ExecuteSession) -> None:
     while True:
         await asyncio.sleep(HEARTBEAT_INTERVAL_S)
         session.prompt_heartbeat()
+
+
+def add_servicer(servicer: WorkerServicer, server: grpc.aio.Server) -> None:
+    """Makes a server answer for the servicer."""
+    worker_pb2_grpc.add_WorkerServiceServicer_to_server(servicer, server)

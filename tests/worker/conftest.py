@@ -7,6 +7,7 @@ import torch
 
 from tests.worker.mini_core import MiniCore
 from tests.worker.tiny_model import MAX_MODEL_LEN, VOCAB_SIZE, TinyModel
+from tests.worker.worker_support import Client, ServerThread, write_tiny_model
 from worker_svc.batch import Batch
 from worker_svc.kv_pool import allocate_pool
 from worker_svc.runner import ModelRunner
@@ -53,3 +54,31 @@ def core(runner: ModelRunner) -> MiniCore:
 def new_core():
     """Makes further cores, each on a runner of its own."""
     return lambda: MiniCore(make_runner().execute, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return str(write_tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@pytest.fixture
+def server():
+    server = ServerThread()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def client(server):
+    client = Client(server.address)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def loaded(client, tiny):
+    """A client whose worker has a model and a pool of epoch 1."""
+    client.handshake()
+    client.load(tiny, load_format="dummy")
+    client.initialize_cache()
+    return client

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -11,61 +10,9 @@ import pytest
 from pagewire.columns import int32
 from pagewire.plan import GrammarMask
 from pagewire.sampling import SamplingParams
-from pagewire.types_wire import TokenizerAssembler
 from pagewire.v1 import types_pb2, worker_pb2
 from tests.worker.mini_core import MiniCore, request
-from tests.worker.worker_support import Client, ServerThread, write_tiny_model
-
-Request = worker_pb2.WorkerServiceUtilityRequest
-PROMPT = [5, 17, 3, 88, 41, 9]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return str(write_tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
-
-
-@pytest.fixture
-def server():
-    server = ServerThread()
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def client(server):
-    client = Client(server.address)
-    yield client
-    client.close()
-
-
-@pytest.fixture
-def loaded(client, tiny):
-    """A client whose worker has a model and a pool of epoch 1."""
-    client.handshake()
-    client.load(tiny, load_format="dummy")
-    client.initialize_cache()
-    return client
-
-
-def core_on(stream, epoch=1):
-    stream.opened()
-    return MiniCore(stream.execute, num_blocks=100, block_size=4, epoch=epoch)
-
-
-def fails(code, said=""):
-    """Expects an RPC to fail with the code and words."""
-
-    class Expectation:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, kind, error, traceback):
-            assert isinstance(error, grpc.RpcError), f"expected {code}, got {error!r}"
-            assert error.code() == code and said in error.details(), f"{error.code()}: {error.details()}"
-            return True
-
-    return Expectation()
+from tests.worker.worker_support import PROMPT, Client, core_on, fails
 
 
 def test_handshake(client, tiny):
@@ -386,53 +333,3 @@ def test_a_stream_that_ends_before_its_mask_frees_the_worker(loaded, server):
     again = loaded.stream()
     assert again.opened().next_step == 1  # the step has not happened
     assert loaded.utility(stats={}).stats.num_slots_used == 0
-
-
-def test_tokenizer_comes_in_checked_chunks(loaded):
-    assembler = TokenizerAssembler()
-    for chunk in loaded.tokenizer():
-        assembler.add(chunk)
-    assert "generation_config.json" in assembler.files()
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_sleep_and_wake_up(loaded, level):
-    stream = loaded.stream()
-    core = core_on(stream)
-    before = core.generate([request(PROMPT)], 5)
-    freed = loaded.utility(sleep={"level": level}).sleep.freed_bytes
-    pool = 100 * 1024
-    assert freed >= pool and (freed > pool) == (level == 2)
-    assert loaded.utility(stats={}).stats.sleep_level == level
-    assert loaded.handshake().epoch == 0
-    stream.submit(core.plan([]))
-    with fails(grpc.StatusCode.FAILED_PRECONDITION, "no KV cache"):
-        stream.message()
-    with fails(grpc.StatusCode.FAILED_PRECONDITION, "sleeps"):
-        loaded.initialize_cache(epoch=2)
-    loaded.utility(wake_up={})
-    loaded.initialize_cache(epoch=2)
-    assert core_on(loaded.stream(epoch=2), epoch=2).generate([request(PROMPT)], 5) == before
-
-
-def test_profile_writes_a_trace(loaded, tmp_path, monkeypatch):
-    monkeypatch.setenv("PAGEWIRE_PROFILE_DIR", str(tmp_path))
-    core = core_on(loaded.stream())
-    with fails(grpc.StatusCode.FAILED_PRECONDITION, "does not run"):
-        loaded.utility(profile={"start": False})
-    path = loaded.utility(profile={"start": True}).profile.path
-    with fails(grpc.StatusCode.FAILED_PRECONDITION, "runs already"):
-        loaded.utility(profile={"start": True})
-    core.generate([request(PROMPT)], 2)
-    assert loaded.utility(profile={"start": False}).profile.path == path
-    assert path.startswith(str(tmp_path)) and "traceEvents" in Path(path).read_text()
-
-
-def test_utilities_that_are_not_there(loaded):
-    for command in ({"add_adapter": {}}, {"remove_adapter": {}}):
-        with fails(grpc.StatusCode.UNIMPLEMENTED):
-            loaded.utility(**command)
-    with fails(grpc.StatusCode.INVALID_ARGUMENT, "command"):
-        loaded.utility()
-    with fails(grpc.StatusCode.INVALID_ARGUMENT, "level"):
-        loaded.utility(sleep={"level": 3})

@@ -23,6 +23,7 @@ from pagewire.runtime.ready import Ready, parse_ready
 from pagewire.runtime.server import GrpcServer
 from pagewire.runtime.transport import channel_options
 from pagewire.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+from tests.worker.mini_core import MiniCore
 from worker_svc.compute import ComputeThread
 from worker_svc.server import SERVICE_NAME, WorkerServicer
 from worker_svc.worker import Worker
@@ -43,6 +44,7 @@ TINY_CONFIG = {
     "torch_dtype": "float32",
 }
 ANSWER_S = 20.0
+PROMPT = [5, 17, 3, 88, 41, 9]
 
 
 def write_tiny_model(folder: Path) -> Path:
@@ -207,3 +209,23 @@ def worker_process(
         process.wait(10)
         if process.stdout is not None:
             process.stdout.close()
+
+
+def core_on(stream, epoch=1):
+    stream.opened()
+    return MiniCore(stream.execute, num_blocks=100, block_size=4, epoch=epoch)
+
+
+def fails(code, said=""):
+    """Expects an RPC to fail with the code and words."""
+
+    class Expectation:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, kind, error, traceback):
+            assert isinstance(error, grpc.RpcError), f"expected {code}, got {error!r}"
+            assert error.code() == code and said in error.details(), f"{error.code()}: {error.details()}"
+            return True
+
+    return Expectation()
