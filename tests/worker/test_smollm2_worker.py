@@ -169,7 +169,7 @@ def test_prompt_logprobs_equal_transformers(epochs, hf, prompts, budget):
     for position, columns in entries:
         row = expected[position - 1]
         assert columns.token_ids[0, 0] == req.tokens[position]
-        np.testing.assert_allclose(columns.logprobs[0], row[columns.token_ids[0]].numpy(), atol=2e-3)
+        np.testing.assert_allclose(columns.logprobs[0], row[columns.token_ids[0].tolist()].numpy(), atol=2e-3)
         assert columns.logprobs[0, 1] == pytest.approx(float(row.max()), abs=2e-3)
         least, most = (1 + int((row > row[req.tokens[position]] + d).sum()) for d in (2e-3, -2e-3))
         assert least <= columns.ranks[0] <= most
