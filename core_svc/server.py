@@ -19,10 +19,9 @@ from core_svc.kv_event_log import KvEventLog
 from core_svc.message_budget import MessageBudget
 from core_svc.output_hub import OutputHub, OutputStream
 from core_svc.watchdog import step_age_ms
-from core_svc.worker_wire import PROTOCOL_VERSION, protocol_versions
 from pagewire.engine import AbortReason, CoreStats, EngineInfo
 from pagewire.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError, violation
-from pagewire.types_wire import tokenizer_chunks
+from pagewire.types_wire import PROTOCOL_VERSION, protocol_versions, tokenizer_chunks
 from pagewire.v1 import core_pb2, core_pb2_grpc
 
 logger = logging.getLogger(__name__)

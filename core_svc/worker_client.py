@@ -14,12 +14,10 @@ import grpc
 from core_svc.execute_client import ExecuteStream, Progress
 from core_svc.executor import CacheInfo, CacheSpec, ModelSpec
 from core_svc.worker_wire import (
-    PROTOCOL_VERSION,
     WorkerInfo,
     cache_info_from_proto,
     initialize_cache_to_proto,
     load_model_to_proto,
-    protocol_versions,
     worker_info_from_proto,
 )
 from pagewire.engine import ModelInfo
@@ -33,7 +31,7 @@ from pagewire.errors import (
 from pagewire.plan import StepPlan, StepResult
 from pagewire.runtime.status import from_rpc_error
 from pagewire.runtime.transport import MAX_MESSAGE_BYTES, TlsConfig, sync_channel
-from pagewire.types_wire import TokenizerAssembler, model_info_from_proto
+from pagewire.types_wire import PROTOCOL_VERSION, TokenizerAssembler, model_info_from_proto, protocol_versions
 from pagewire.v1 import worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -22,10 +22,7 @@ from pagewire.types_wire import (
     model_info_from_proto,
     trace_context_to_proto,
 )
-from pagewire.v1 import types_pb2, worker_pb2
-
-PROTOCOL_VERSION = 1
-"""Minor version of pagewire.v1."""
+from pagewire.v1 import worker_pb2
 
 _CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 _ERRORS: dict[str, Any] = {
@@ -177,8 +174,3 @@ def open_to_proto(core_incarnation: str, epoch: int) -> worker_pb2.ExecuteReques
     return worker_pb2.ExecuteRequest(
         open=worker_pb2.ExecuteRequest.Open(core_incarnation=core_incarnation, epoch=epoch)
     )
-
-
-def protocol_versions() -> types_pb2.ProtocolVersions:
-    """What this build speaks."""
-    return types_pb2.ProtocolVersions(min=PROTOCOL_VERSION, max=PROTOCOL_VERSION)

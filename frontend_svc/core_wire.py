@@ -32,18 +32,17 @@ from pagewire.types_wire import (
     core_stats_from_proto,
     logprob_columns_from_proto,
     model_info_from_proto,
+    protocol_versions,
     trace_context_to_proto,
 )
 from pagewire.v1 import core_pb2, types_pb2
 
-PROTOCOL_VERSION = 1
 _CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 def handshake_request(frontend_incarnation: str) -> core_pb2.HandshakeRequest:
     """How a frontend introduces itself."""
-    versions = types_pb2.ProtocolVersions(min=PROTOCOL_VERSION, max=PROTOCOL_VERSION)
-    return core_pb2.HandshakeRequest(frontend_incarnation=frontend_incarnation, protocol_versions=versions)
+    return core_pb2.HandshakeRequest(frontend_incarnation=frontend_incarnation, protocol_versions=protocol_versions())
 
 
 def engine_info_from_proto(response: core_pb2.HandshakeResponse) -> EngineInfo:

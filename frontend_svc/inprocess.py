@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 FIRST_EPOCH = 1
 JOIN_TIMEOUT_S = 10.0
+MAX_NUM_OFFLINE_REQUESTS = 2**20
 Publish = Callable[[str, StepOutputs], None]
 
 
@@ -99,6 +100,30 @@ class WorkerExecutor:
         """The worker goes with this object."""
 
 
+@dataclass(frozen=True, slots=True)
+class OfflineOptions:
+    """What `LLM` takes; its docstring says what each means."""
+
+    model: str
+    dtype: str
+    revision: str
+    quantization: str
+    device: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    long_prefill_token_threshold: int
+    block_size: int
+    num_kv_blocks: int
+    kv_cache_memory_bytes: int
+    kv_cache_dtype: str
+    enable_prefix_caching: bool
+    policy: str
+    force_generic: bool
+    load_format: str
+    log_requests: bool
+
+
 @dataclass(slots=True)
 class InprocessCore:
     """A core on this process's own threads."""
@@ -146,6 +171,43 @@ def start_core(
         features=tuple(features),
     )
     return InprocessCore(engine, executor, info, tokenizer_files)
+
+
+def start_offline_core(options: OfflineOptions, executor: Executor | None, publish: Publish) -> InprocessCore:
+    """The core behind `LLM`, over a worker of this process unless an executor is given."""
+    from core_svc.config import EngineConfig
+    from core_svc.executor import CacheSpec, ModelSpec
+
+    config = EngineConfig(
+        block_size=options.block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        long_prefill_token_threshold=options.long_prefill_token_threshold,
+        policy=options.policy,
+        enable_prefix_caching=options.enable_prefix_caching,
+        max_num_requests=MAX_NUM_OFFLINE_REQUESTS,
+        log_requests=options.log_requests,
+    )
+    model = ModelSpec(
+        options.model,
+        options.revision,
+        options.dtype,
+        options.quantization,
+        options.max_model_len,
+        options.force_generic,
+        options.load_format,
+    )
+    cache = CacheSpec(
+        block_size=options.block_size,
+        # The null block comes on top of what requests can use.
+        num_blocks=options.num_kv_blocks + 1 if options.num_kv_blocks else 0,
+        memory_bytes=options.kv_cache_memory_bytes,
+        kv_cache_dtype=options.kv_cache_dtype,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+    )
+    executor = executor or make_executor(options.device, options.kv_cache_memory_bytes)
+    return start_core(executor, model, cache, config, publish)
 
 
 class InprocessClient:

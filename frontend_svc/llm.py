@@ -26,7 +26,7 @@ from frontend_svc.output_processor import OutputProcessor
 from frontend_svc.outputs import OutputKind, RequestOutput
 from frontend_svc.parallel_sampling import ParentRequest
 from frontend_svc.tokenizer import Tokenizer
-from pagewire.engine import AbortReason, CoreStats, EngineRequest, StepOutputs
+from pagewire.engine import AbortReason, CoreStats, EngineRequest, ResetPrefixCache, StepOutputs
 from pagewire.errors import InternalError, InvalidArgumentError, violation
 from pagewire.sampling import SamplingParams
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 _INCARNATION = "offline"
-MAX_NUM_REQUESTS = 2**20
 
 
 class LLM:
@@ -76,30 +75,30 @@ class LLM:
         log_requests: bool = False,
         executor: Executor | None = None,
     ) -> None:
-        from core_svc.config import EngineConfig
-        from core_svc.executor import CacheSpec, ModelSpec
-        from frontend_svc.inprocess import make_executor, start_core
+        from frontend_svc.inprocess import OfflineOptions, start_offline_core
 
-        config = EngineConfig(
-            block_size=block_size,
+        options = OfflineOptions(
+            model=model,
+            dtype=dtype,
+            revision=revision,
+            quantization=quantization,
+            device=device,
+            max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             long_prefill_token_threshold=long_prefill_token_threshold,
-            policy=policy,
+            block_size=block_size,
+            num_kv_blocks=num_kv_blocks,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            kv_cache_dtype=kv_cache_dtype,
             enable_prefix_caching=enable_prefix_caching,
-            max_num_requests=MAX_NUM_REQUESTS,
+            policy=policy,
+            force_generic=force_generic,
+            load_format=load_format,
             log_requests=log_requests,
         )
-        model_spec = ModelSpec(model, revision, dtype, quantization, max_model_len, force_generic, load_format)
-        # The null block comes on top of what requests can use.
-        num_blocks = num_kv_blocks + 1 if num_kv_blocks else 0
-        cache_spec = CacheSpec(
-            block_size, num_blocks, kv_cache_memory_bytes, kv_cache_dtype, max_num_seqs, max_num_batched_tokens
-        )
         self._published: list[StepOutputs] = []
-        self._core = start_core(
-            executor or make_executor(device, kv_cache_memory_bytes), model_spec, cache_spec, config, self._publish
-        )
+        self._core = start_offline_core(options, executor, self._publish)
         files = self._core.tokenizer_files
         tokenizer = Tokenizer(files)
         self._inputs = InputProcessor(self._core.info, tokenizer, ChatTemplate(files, tokenizer))
@@ -121,6 +120,14 @@ class LLM:
     def stats(self) -> CoreStats:
         """Numbers of the engine as of now."""
         return self._core.engine.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what earlier prompts left in the KV cache."""
+        engine = self._core.engine
+        done = engine.utility(ResetPrefixCache())
+        while not done.done():
+            engine.step()
+        done.result()
 
     def generate(
         self,

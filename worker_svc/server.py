@@ -21,7 +21,7 @@ from pagewire.errors import (
     violation,
 )
 from pagewire.plan import StepResult
-from pagewire.types_wire import model_info_to_proto, tokenizer_chunks
+from pagewire.types_wire import model_info_to_proto, protocol_versions, tokenizer_chunks
 from pagewire.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc import wire
 from worker_svc.compute import ComputeThread
@@ -52,7 +52,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.WorkerServiceHandshakeResponse:
         """Makes this core the one that is served."""
         core = wire.incarnation_from_proto(request.core_incarnation)
-        spoken, own = request.protocol_versions, wire.protocol_versions()
+        spoken, own = request.protocol_versions, protocol_versions()
         if spoken.max < own.min or own.max < spoken.min:
             raise FailedPreconditionError(
                 f"protocol_versions is [{spoken.min}, {spoken.max}]: this worker speaks minor versions "

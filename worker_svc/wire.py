@@ -22,16 +22,9 @@ from pagewire.types_wire import (
 from pagewire.v1 import types_pb2, worker_pb2
 from worker_svc.worker import WorkerStats
 
-PROTOCOL_VERSION = 1
-"""Minor version of pagewire.v1 that this build speaks."""
 MAX_INCARNATION_CHARS = 128
 
 Utility = worker_pb2.WorkerServiceUtilityResponse
-
-
-def protocol_versions() -> types_pb2.ProtocolVersions:
-    """What this build speaks."""
-    return types_pb2.ProtocolVersions(min=PROTOCOL_VERSION, max=PROTOCOL_VERSION)
 
 
 def incarnation_from_proto(value: str, path: str = "core_incarnation") -> str:

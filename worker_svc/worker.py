@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pagewire.engine import ModelInfo
-from pagewire.errors import FailedPreconditionError, InvalidArgumentError, UnimplementedError, violation
+from pagewire.errors import FailedPreconditionError, InvalidArgumentError, violation
 from pagewire.plan import StepPlan, StepResult
 from worker_svc.batch import Batch
 from worker_svc.kv_pool import allocate_pool
@@ -250,7 +250,7 @@ class Worker:
             self._loaded = None
             gc.collect()
         elif self._device.type != "cpu":
-            self._move_weights(torch.device("cpu"))
+            loaded.model.move_weights(torch.device("cpu"))
             freed += loaded.info.weights_bytes
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -261,8 +261,8 @@ class Worker:
         """Brings the weights back; initialize_cache follows. Does nothing where the worker is awake."""
         if self.sleep_level == 2 and self._load_request is not None:
             self._load(self._load_request, None)
-        elif self.sleep_level == 1 and self._device.type != "cpu":
-            self._move_weights(self._device)
+        elif self.sleep_level == 1 and self._loaded is not None and self._device.type != "cpu":
+            self._loaded.model.move_weights(self._device)
         self.sleep_level = 0
 
     def profile(self, start: bool) -> str:
@@ -314,9 +314,3 @@ class Worker:
         if self._loaded is not None:
             self._loaded = self._load_request = None
             gc.collect()
-
-    def _move_weights(self, device: torch.device) -> None:
-        model: Any = self._loaded.model if self._loaded is not None else None
-        if not isinstance(model, torch.nn.Module):
-            raise UnimplementedError("this model's weights cannot be moved: use sleep level 2")
-        model.to(device)

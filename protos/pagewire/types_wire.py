@@ -11,6 +11,15 @@ from pagewire.engine import Adapter, CoreStats, LogprobColumns, ModelInfo, Trace
 from pagewire.errors import InternalError, InvalidArgumentError, violation
 from pagewire.v1 import core_pb2, types_pb2
 
+PROTOCOL_VERSION = 1
+"""Minor version of pagewire.v1 that this build speaks."""
+
+
+def protocol_versions() -> types_pb2.ProtocolVersions:
+    """What this build speaks."""
+    return types_pb2.ProtocolVersions(min=PROTOCOL_VERSION, max=PROTOCOL_VERSION)
+
+
 TOKENIZER_CHUNK_BYTES = 256 * 2**10
 
 _DATA_TYPES = {

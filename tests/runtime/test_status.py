@@ -166,3 +166,20 @@ def test_malformed_bytes_are_a_status(with_server):
         assert (await harness.stub.Tokenize(frontend_pb2.TokenizeRequest(text="abc"))).token_ids == [3]
 
     with_server(body)
+
+
+def test_bytes_that_are_no_message_are_an_invalid_argument(with_server):
+    """gRPC's own answer is UNKNOWN with the text of a Python exception."""
+
+    async def body(harness):
+        call = harness.channel.unary_unary("/pagewire.v1.FrontendService/Tokenize")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(b"\xff\xff\xff\xff")
+        found = from_rpc_error(caught.value)
+        assert isinstance(found, InvalidArgumentError) and "protobuf" in found.message
+        stream = harness.channel.unary_stream("/pagewire.v1.FrontendService/Generate")(b"\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stream.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    with_server(body)

@@ -13,6 +13,7 @@ from urllib.parse import quote
 import grpc
 import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -139,7 +140,7 @@ def _read_details(error: grpc.RpcError) -> tuple[Any, list[FieldViolation], floa
                 elif packed.Is(error_details_pb2.BadRequest.DESCRIPTOR):
                     bad_request = error_details_pb2.BadRequest.FromString(packed.value)
                     violations = [_violation(v.field, v.description) for v in bad_request.field_violations]
-        except ValueError:  # DecodeError too: details of somebody else's making
+        except (DecodeError, ValueError):  # details of somebody else's making
             logger.debug("unreadable status details", exc_info=True)
     return info, violations, retry_after_s
 
@@ -158,6 +159,35 @@ def _explain(code: grpc.StatusCode, message: str) -> str:
             f"the port speaks something else than gRPC, such as HTTP/1: give a Pagewire service's gRPC port ({message})"
         )
     return message
+
+
+class _Unreadable:
+    """Stands for a request that is no message; gRPC itself would answer UNKNOWN with a Python exception's text."""
+
+
+def _guarded(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    if deserializer is None:
+        return None
+
+    def deserialize(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except DecodeError:
+            return _Unreadable()
+
+    return deserialize
+
+
+def _readable(request: Any) -> Any:
+    """The request, or the stream of requests. Raises InvalidArgumentError for (in the stream: at) an unreadable one."""
+    if isinstance(request, _Unreadable):
+        raise InvalidArgumentError([FieldViolation("request", "no message of its type", "must be protobuf")])
+    return _readable_stream(request) if isinstance(request, AsyncIterator) else request
+
+
+async def _readable_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _readable(request)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -190,12 +220,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         wrapped = (
             self._stream(behavior, method) if inspect.isasyncgenfunction(behavior) else self._call(behavior, method)
         )
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)
+        return make(wrapped, _guarded(handler.request_deserializer), handler.response_serializer)
 
     def _call(self, behavior: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             try:
-                return await behavior(request, context)
+                return await behavior(_readable(request), context)
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
             except Exception as error:
@@ -206,7 +236,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     def _stream(self, behavior: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
         async def stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             try:
-                async with aclosing(behavior(request, context)) as responses:  # type: ignore[type-var]
+                async with aclosing(behavior(_readable(request), context)) as responses:  # type: ignore[type-var]
                     async for response in responses:
                         yield response
             except (asyncio.CancelledError, grpc.aio.AbortError):
