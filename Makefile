@@ -9,7 +9,7 @@ ARGS ?=
 # Set to e.g. "torch==2.13.0 --index-url ..." for another build of torch (README).
 TORCH ?= torch==2.13.0
 
-.PHONY: help serve test unit system lint format protos bench soak clean
+.PHONY: help serve test unit system faults lint format protos bench soak clean
 
 help: ## list these commands
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -32,13 +32,16 @@ $(VENV)/.dev: $(VENV)/.installed
 serve: $(VENV)/.installed ## make .venv, install, fetch the model, start all three services, show one answer
 	@$(BIN)/pagewire serve $(ARGS)
 
-test: lint unit system ## everything that CI runs
+test: lint unit system faults ## everything that CI runs
 
-unit: $(VENV)/.dev ## the tests that start no deployment
-	$(BIN)/python -m pytest -m 'not system'
+unit: $(VENV)/.dev ## the tests that start no deployment, one file per process at a time
+	$(BIN)/python -m pytest -m 'not system' -n 2 --dist loadfile
 
 system: $(VENV)/.dev ## the tests against real processes and a real model
 	$(BIN)/python -m pytest -m system
+
+faults: $(VENV)/.dev ## plant faults in the core one by one: its tests must find each
+	$(BIN)/python tests/mutation/plant_faults.py
 
 lint: $(VENV)/.dev ## ruff, mypy, import contracts, buf
 	$(BIN)/ruff check .
