@@ -62,8 +62,8 @@ protos: $(VENV)/.dev ## generate the Python code of pagewire.v1 again
 bench: $(VENV)/.installed ## the figures of BENCHMARKS.md
 	$(BIN)/python bench/run.py $(ARGS)
 
-soak: $(VENV)/.installed ## load a running server for a long time: make soak ARGS="--num-prompts 100000"
-	$(BIN)/pagewire bench --num-prompts 10000 --concurrency 32 $(ARGS)
+soak: $(VENV)/.dev ## twenty minutes of random load on real processes, and what must hold after it
+	$(BIN)/python -m tests.soak.soak $(ARGS)
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info
