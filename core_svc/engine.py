@@ -215,6 +215,7 @@ class EngineCore:
         has_received = self._receive()
         in_flight = self._execute(self._schedule())
         self._update(in_flight)
+        self._utilities.answer_pauses()
         has_published = self._publish()
         self._stop_if_done()
         self.step_started_ns = 0
@@ -305,7 +306,6 @@ class EngineCore:
         executed_ns = time.monotonic_ns()
         self._receive_aborts()
         self.scheduler.update(step, result)
-        self._utilities.answer_pauses()
         self.scheduler.stats.execute_s += (executed_ns - in_flight.submitted_ns) / 1e9
         self.scheduler.stats.update_s += (time.monotonic_ns() - executed_ns) / 1e9
         if self.config.log_requests:
@@ -329,7 +329,6 @@ class EngineCore:
         if isinstance(error, PagewireError) and not isinstance(error, UnavailableError | FailedPreconditionError):
             logger.error("step %d failed: %s", step.number, error)
             self.scheduler.fail_step(step, error.code, error.message)
-            self._utilities.answer_pauses()
             return
         logger.error("the executor is lost in step %d", step.number, exc_info=error)
         lost = error if isinstance(error, UnavailableError) else UnavailableError(f"the worker is lost: {error}")
@@ -341,7 +340,6 @@ class EngineCore:
         """Ends everything: the KV is gone. The engine stays alive for resume_with."""
         self._is_lost = True
         self._intake.end_with_error(list(self.scheduler.requests.values()), error)
-        self._utilities.answer_pauses()
 
     def _stop_if_done(self) -> None:
         """Ends the loop once a shutdown has nothing left to wait for; what is still in the inbox is refused."""

@@ -19,6 +19,7 @@ from pagewire.engine import AbortOutcome, AbortReason, Command, CommandResult, E
 from pagewire.errors import PagewireError
 
 T = TypeVar("T")
+MAX_WAIT_S = 86_400.0
 
 
 @dataclass(slots=True, eq=False)
@@ -124,10 +125,11 @@ class Inbox:
         return aborts
 
     def wait(self, timeout_s: float | None) -> None:
-        """Blocks until a message is there or the timeout has passed; None waits for ever."""
+        """Blocks until a message is there or the timeout (a day at most) has passed; None waits for ever."""
         with self._condition:
             if not self._messages:
-                self._condition.wait(timeout_s)
+                # A deadline may lie farther off than a condition can wait; who wakes early looks again.
+                self._condition.wait(None if timeout_s is None else min(timeout_s, MAX_WAIT_S))
 
 
 def resolve(future: Future[T], result: T) -> None:

@@ -13,6 +13,9 @@ from core_svc.scheduler import Scheduler
 from pagewire.engine import AbortOutcome, AbortReason
 from pagewire.errors import PagewireError
 
+MIN_SWEEP = 64
+"""Deadlines that are kept before any is looked at again."""
+
 
 class Intake:
     """Applies adds, aborts and deadlines to the scheduler, on the engine thread.
@@ -27,6 +30,7 @@ class Intake:
         self._is_priority_policy = config.policy == "priority"
         self._tombstones: RecentIds[AbortReason] = RecentIds(config.tombstone_ttl_s, config.max_tombstones)
         self._deadlines: list[tuple[int, int, Request]] = []
+        self._sweep_at = MIN_SWEEP
         self._num_arrivals = 0
 
     def add(self, message: Add, *, max_model_len: int, refusal: PagewireError | None = None) -> None:
@@ -51,22 +55,25 @@ class Intake:
             elif refusal is not None:
                 self.end_with_error([request], refusal)
             elif request.deadline_ns is not None:
-                heapq.heappush(self._deadlines, (request.deadline_ns, self._num_arrivals, request))
+                self._watch_deadline(request.deadline_ns, request)
 
     def abort(self, message: Abort, *, is_in_order: bool) -> None:
         """Ends the requests that are alive. Ids that are not wait for the ordered inbox: their add may be before them.
 
         The future is resolved as soon as every id has its outcome.
         """
+        found: dict[int, Request] = {}
+        for idx, request_id in enumerate(message.request_ids):
+            request = self._scheduler.requests.get((message.frontend_incarnation, request_id))
+            if idx not in message.outcomes and request is not None and request_id not in found:
+                found[request_id] = request
+                message.outcomes[idx] = AbortOutcome.ABORTED
+        self._scheduler.finish(found.values(), RequestStatus.FINISHED_ABORTED, abort_reason=message.reason)
         for idx, request_id in enumerate(message.request_ids):
             if idx in message.outcomes:
                 continue
             key = (message.frontend_incarnation, request_id)
-            request = self._scheduler.requests.get(key)
-            if request is not None:
-                self._scheduler.finish([request], RequestStatus.FINISHED_ABORTED, abort_reason=message.reason)
-                message.outcomes[idx] = AbortOutcome.ABORTED
-            elif is_in_order and key in self._scheduler.ended:
+            if is_in_order and key in self._scheduler.ended:
                 message.outcomes[idx] = AbortOutcome.ALREADY_FINISHED
             elif is_in_order:
                 self._tombstones.add(key, message.reason)
@@ -94,6 +101,14 @@ class Intake:
         self._scheduler.finish(
             requests, RequestStatus.FINISHED_ERROR, error_code=error.code, error_message=error.message
         )
+
+    def _watch_deadline(self, deadline_ns: int, request: Request) -> None:
+        """Ended requests go once they outnumber the living: a deadline may be far away."""
+        heapq.heappush(self._deadlines, (deadline_ns, self._num_arrivals, request))
+        if len(self._deadlines) > self._sweep_at:
+            self._deadlines = [entry for entry in self._deadlines if not entry[2].status.is_finished]
+            heapq.heapify(self._deadlines)
+            self._sweep_at = 2 * len(self._deadlines) + MIN_SWEEP
 
     def expire_deadlines(self) -> None:
         """Ends the requests whose deadline has passed, wherever they are."""

@@ -96,12 +96,12 @@ class OutputBuffer:
         """
         with self._lock:
             known = self._live | self._finished
-            unknown = [
-                request_id
+            wanted = {
+                request_id: count
                 for request_id, count in num_received.items()
-                if request_id not in known or self._lost_up_to.get(request_id, 0) > count
-            ]
-            wanted = {i: count for i, count in num_received.items() if i not in set(unknown)}
+                if request_id in known and self._lost_up_to.get(request_id, 0) <= count
+            }
+            unknown = [request_id for request_id in num_received if request_id not in wanted]
             unwanted = sorted(self._live - wanted.keys())
             kept = [*self._unacknowledged.drain(), *self._pending.drain()]
             for outputs in kept:

@@ -61,7 +61,7 @@ class Utilities:
             reject(message.future, InternalError(f"{type(message.command).__name__} failed"))
 
     def answer_pauses(self) -> None:
-        """Answers the pauses that waited for running requests, once there are none. Called after every step."""
+        """Answers the pauses that waited for running requests, once there are none. Called in every step."""
         if not self._waiting_pauses or self._engine.scheduler.running:
             return
         pauses, self._waiting_pauses = self._waiting_pauses, []

@@ -210,3 +210,16 @@ def test_kv_events_follow_the_cache() -> None:
                 assert found.issuperset(event.block_hashes)
                 found.difference_update(event.block_hashes)
     assert found == set(harness.scheduler.kv.pool.cached_blocks)
+
+
+@pytest.mark.parametrize("command", [Sleep(1), ResetPrefixCache(preempt_running=True)])
+def test_a_pause_that_waits_is_answered_when_a_command_preempts_what_ran(command: Command) -> None:
+    harness = two_running_one_waiting()
+    paused = harness.engine.utility(Pause(PauseMode.WAIT))
+    harness.step()
+    assert not paused.done()
+    call(harness, command)
+    assert paused.result(0) == 0
+    call(harness, WakeUp())
+    call(harness, Resume())
+    finish_all(harness)

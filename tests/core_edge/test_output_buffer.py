@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -247,3 +249,13 @@ def test_every_token_once_whatever_breaks(operations: list[tuple[object, ...]]) 
         assert reader.tokens.get(i, []) == [1000 * i + k for k in range(written.get(i, 0))]
         assert reader.logprobs.get(i, []) == [-float(1000 * i + k) for k in range(written.get(i, 0))]
     assert reader.finished == dict.fromkeys(ended, 1)
+
+
+def test_a_reopen_that_names_very_many_requests_takes_time_in_proportion() -> None:
+    """The event loop of all frontends waits for it: one set per named request would take minutes."""
+    buffer = OutputBuffer()
+    buffer.register([7])
+    started_s = time.monotonic()
+    unknown, unwanted = buffer.reopen(dict.fromkeys(range(65_536), 0))
+    assert time.monotonic() - started_s < 5
+    assert len(unknown) == 65_535 and 7 not in unknown and unwanted == []
