@@ -73,7 +73,7 @@ def engine_request_from_proto(message: core_pb2.EngineRequest, path: str) -> Eng
         request_id=message.request_id,
         prompt_token_ids=unpack_int32(message.prompt_token_ids, f"{path}.prompt_token_ids"),
         output_token_ids=unpack_int32(message.output_token_ids, f"{path}.output_token_ids"),
-        sampling_params=sampling_params_from_proto(message.sampling_params),
+        sampling_params=sampling_params_from_proto(message.sampling_params, f"{path}.sampling_params"),
         child_index=message.child_index,
         eos_token_ids=tuple(unpack_int32(message.eos_token_ids, f"{path}.eos_token_ids").tolist()),
         priority=message.priority,

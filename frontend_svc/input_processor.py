@@ -172,8 +172,23 @@ class InputProcessor:
     def encode_any(self, prompt: str | Conversation, add_special_tokens: bool | None = None) -> list[int]:
         """Token ids of a text or conversation of any length that could fit the model."""
         if isinstance(prompt, Conversation):
-            return self._encode(self.render(prompt), "conversation", add_special_tokens is True)
+            try:
+                text = self.render(prompt)
+            except InvalidArgumentError as error:
+                found = [replace(v, field=f"conversation.{v.field}") for v in error.violations]
+                raise InvalidArgumentError(found) from error
+            return self._encode(text, "conversation", add_special_tokens is True)
         return self._encode(prompt, "text", add_special_tokens is not False)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token's own text."""
+        return [self.tokenizer.token_text(token_id) for token_id in token_ids]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """The text of ids, all of which must be in the vocabulary."""
+        ids = list(token_ids)
+        self.check_vocabulary(ids)
+        return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def check_vocabulary(self, token_ids: Sequence[int], path: str = "token_ids") -> None:
         """Raises InvalidArgumentError for the first id that is not in the vocabulary."""

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 SERVICE_NAME = "pagewire.v1.FrontendService"
 SHUTDOWN_MARGIN_S = 2.0
+MAX_BYTES_READ_ON_LOOP = 64 * 2**10
+"""Larger conversations are read on a thread: millions of messages or JSON values take long."""
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -59,7 +61,11 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
         """Streams; a cancelled call ends the request in the core."""
-        text_request = wire.text_request_from_chat(request, _remaining_s(context), _trace_context(context))
+        arguments = (request, _remaining_s(context), _trace_context(context))
+        if request.ByteSize() <= MAX_BYTES_READ_ON_LOOP:
+            text_request = wire.text_request_from_chat(*arguments)
+        else:
+            text_request = await self._service.off_loop(wire.text_request_from_chat, *arguments)
         async with contextlib.aclosing(self._service.generate(text_request)) as outputs:
             async for output in outputs:
                 yield wire.fill_response(pb.ChatResponse(), output)
@@ -75,7 +81,7 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
             case "text":
                 prompt: Any = request.text
             case "conversation":
-                prompt = wire.conversation_from_tokenize(request.conversation)
+                prompt = await self._service.off_loop(wire.conversation_from_tokenize, request.conversation)
             case _:
                 raise InvalidArgumentError([violation("input", None, "one of text and conversation must be set")])
         ids, texts, max_model_len = await self._service.tokenize(
@@ -89,13 +95,13 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Text of ids."""
         text = await self._service.detokenize(
-            list(request.token_ids), model=request.model, skip_special_tokens=request.skip_special_tokens
+            request.token_ids, model=request.model, skip_special_tokens=request.skip_special_tokens
         )
         return pb.DetokenizeResponse(text=text)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """One outcome per id."""
-        return wire.abort_response(request.request_ids, self._service.abort(list(request.request_ids)))
+        return wire.abort_response(request.request_ids, self._service.abort(request.request_ids))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """The model."""

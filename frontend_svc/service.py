@@ -35,6 +35,7 @@ T = TypeVar("T")
 
 NUM_TOKENIZER_THREADS = 2
 MAX_ABORT_IDS = 4096
+MAX_DETOKENIZE_IDS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class TextService:
         while True:
             try:
                 client = await self._connect()
-                session = await self._off_loop(CoreSession, client, self._max_tokens_behind)
+                session = await self.off_loop(CoreSession, client, self._max_tokens_behind)
             except PagewireError as error:
                 self._why_unavailable = error.message
                 log.warning("cannot use the core: %s", error)
@@ -174,7 +175,7 @@ class TextService:
     async def _hand_over(
         self, session: CoreSession, ticket: Ticket, request: TextRequest, started: float
     ) -> ParentRequest:
-        parent, engine_requests = await self._off_loop(session.inputs.process, request)
+        parent, engine_requests = await self.off_loop(session.inputs.process, request)
         if self._session is not session:
             raise UnavailableError(self._why_unavailable, retry_after_s=RETRY_AFTER_S)
         if request.remaining_s is not None:
@@ -204,15 +205,17 @@ class TextService:
     ) -> tuple[list[int], list[str], int]:
         """Token ids of a text or conversation, their texts where asked for, and the model's max_model_len."""
         inputs = self._inputs(model)
-        ids = await self._off_loop(inputs.encode_any, prompt, add_special_tokens)
-        texts = [inputs.tokenizer.token_text(token_id) for token_id in ids] if returns_token_strings else []
+        ids = await self.off_loop(inputs.encode_any, prompt, add_special_tokens)
+        texts = await self.off_loop(inputs.token_texts, ids) if returns_token_strings else []
         return ids, texts, inputs.max_model_len
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = False) -> str:
         """Text of token ids."""
         inputs = self._inputs(model)
-        inputs.check_vocabulary(token_ids)
-        return await self._off_loop(lambda: inputs.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        if len(token_ids) > MAX_DETOKENIZE_IDS:
+            limit = f"at most {MAX_DETOKENIZE_IDS} ids in one call"
+            raise InvalidArgumentError([violation("token_ids", f"{len(token_ids)} ids", limit)])
+        return await self.off_loop(inputs.decode, token_ids, skip_special_tokens)
 
     def embed(self, model: str = "") -> None:
         """Vectors are for pooling models, and no core serves one yet. Always raises."""
@@ -232,5 +235,6 @@ class TextService:
         inputs.check_model(model)
         return inputs
 
-    async def _off_loop(self, function: Callable[..., T], *args: object) -> T:
+    async def off_loop(self, function: Callable[..., T], *args: object) -> T:
+        """Runs what may take long on a thread, so that the event loop answers everybody else meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args))

@@ -54,6 +54,7 @@ class Tokenizer:
         tokens = {token_id: token for token, token_id in self._backend.get_vocab(with_added_tokens=True).items()}
         self.vocabulary: Vocabulary = read_vocabulary(read_json(files, TOKENIZER_FILE), tokens)
         self._tokens = tokens
+        self._longest_piece_bytes = self.vocabulary.longest_piece_bytes
 
     @property
     def special_tokens_map(self) -> dict[str, Any]:
@@ -72,14 +73,14 @@ class Tokenizer:
 
         A token stands for at most `longest_piece_bytes` bytes, so this never refuses a text that would fit.
         """
-        limit = max_model_len * self.vocabulary.longest_piece_bytes
+        limit = max_model_len * self._longest_piece_bytes
         if len(text) * 4 <= limit:
             return
         size = len(text.encode(errors="replace"))
         if size > limit:
             limit_text = (
                 f"must have at most {limit} bytes: the model takes {max_model_len} tokens of at most "
-                f"{self.vocabulary.longest_piece_bytes} bytes"
+                f"{self._longest_piece_bytes} bytes"
             )
             raise InvalidArgumentError([violation(field, f"{size} bytes", limit_text)])
 

@@ -28,6 +28,8 @@ _OUTPUT_KINDS = {
     types_pb2.OUTPUT_KIND_CUMULATIVE: OutputKind.CUMULATIVE,
     types_pb2.OUTPUT_KIND_FINAL_ONLY: OutputKind.FINAL_ONLY,
 }
+MAX_MESSAGES = 65_536
+MAX_JSON_BYTES = 4 * 2**20
 Response = TypeVar("Response", pb.GenerateResponse, pb.ChatResponse)
 
 
@@ -40,7 +42,8 @@ def text_request_from_generate(
         case "text":
             prompt = request.text
         case "token_ids":
-            prompt = list(request.token_ids.ids)
+            # As it is: a list of millions is refused by its length, and copying it would hold up everybody else.
+            prompt = request.token_ids.ids
         case _:
             raise InvalidArgumentError([violation("prompt", None, "one of text and token_ids must be set")])
     return _text_request(
@@ -100,6 +103,8 @@ def messages_from_proto(messages: Sequence[pb.ChatMessage], path: str) -> list[d
     """Messages as templates read them; what is empty is left out, but for the content."""
     if not messages:
         raise InvalidArgumentError([violation(path, [], "must not be empty")])
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidArgumentError([violation(path, f"{len(messages)} messages", f"at most {MAX_MESSAGES} messages")])
     found = []
     for i, message in enumerate(messages):
         if message.role not in ROLES:
@@ -126,6 +131,8 @@ def conversation_from_tokenize(conversation: pb.TokenizeRequest.Conversation) ->
 
 
 def _json(text: str, path: str) -> Any:
+    if len(text) * 4 > MAX_JSON_BYTES and len(text.encode()) > MAX_JSON_BYTES:
+        raise InvalidArgumentError([violation(path, text, f"must have at most {MAX_JSON_BYTES} bytes")])
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -111,7 +111,7 @@ def _new_request(message: worker_pb2.StepPlan.NewRequest, path: str) -> NewReque
         request_id=message.request_id,
         token_ids=unpack_int32(message.token_ids, f"{path}.token_ids"),
         num_prompt_tokens=message.num_prompt_tokens,
-        sampling_params=sampling_params_from_proto(message.sampling_params),
+        sampling_params=sampling_params_from_proto(message.sampling_params, f"{path}.sampling_params"),
         child_index=message.child_index,
         eos_token_ids=tuple(unpack_int32(message.eos_token_ids, f"{path}.eos_token_ids").tolist()),
         adapter=adapter_from_proto(message.adapter) if message.HasField("adapter") else None,

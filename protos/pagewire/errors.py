@@ -9,6 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+MAX_VIOLATIONS_TOLD = 32
+"""Bad fields that an error's message names; more tell a caller nothing."""
+
 
 class PagewireError(Exception):
     """Base of all errors that a caller may see."""
@@ -44,7 +47,7 @@ class FieldViolation:
 
 def violation(field: str, value: object, limit: str) -> FieldViolation:
     """Makes a FieldViolation and shortens the value for display."""
-    text = repr(value)
+    text = repr(value[:101] if isinstance(value, str | bytes | list | tuple) else value)
     return FieldViolation(field, text if len(text) <= 100 else text[:97] + "...", limit)
 
 
@@ -55,7 +58,9 @@ class InvalidArgumentError(PagewireError):
     reason = "INVALID_ARGUMENT"
 
     def __init__(self, violations: list[FieldViolation], *, reason: str | None = None) -> None:
-        super().__init__("; ".join(v.description for v in violations), reason=reason)
+        text = "; ".join(v.description for v in violations[:MAX_VIOLATIONS_TOLD])
+        num_more = len(violations) - MAX_VIOLATIONS_TOLD
+        super().__init__(f"{text}; and {num_more} more" if num_more > 0 else text, reason=reason)
         self.violations = violations
 
 

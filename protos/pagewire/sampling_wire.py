@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from pagewire.errors import InvalidArgumentError, violation
-from pagewire.sampling import SamplingParams, StructuredOutputs
+from pagewire.sampling import (
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_STOP_STRINGS,
+    MAX_TOKEN_LIST,
+    SamplingParams,
+    StructuredOutputs,
+)
 from pagewire.v1 import types_pb2
 
 _SCALARS = (
@@ -28,14 +34,26 @@ _SCALARS = (
     "detokenize",
     "skip_reading_prefix_cache",
 )
+_MOST_ENTRIES = {
+    # No vocabulary is larger; SamplingParams.violations knows the model's own size.
+    "allowed_token_ids": 2**20,
+    "logit_bias": 2**18,
+    "bad_words": MAX_TOKEN_LIST,
+    "bad_words_token_ids": MAX_TOKEN_LIST,
+    "stop": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_TOKEN_LIST,
+    "logprob_token_ids": MAX_LOGPROB_TOKEN_IDS,
+}
 _LISTS = ("allowed_token_ids", "bad_words", "stop", "stop_token_ids", "logprob_token_ids")
 
 
-def sampling_params_from_proto(proto: types_pb2.SamplingParams) -> SamplingParams:
-    """The parameters of a message; what is unset takes its default. Nothing is checked: see SamplingParams.violations.
+def sampling_params_from_proto(proto: types_pb2.SamplingParams, path: str = "sampling_params") -> SamplingParams:
+    """The parameters of a message; what is unset takes its default. Values are checked by SamplingParams.violations.
 
+    Raises InvalidArgumentError for lists so long that reading them would hold up everybody else.
     Floats are binary32 on the wire: 0.1 comes back as 0.10000000149.
     """
+    _check_lengths(proto, path)
     values: dict[str, Any] = {name: getattr(proto, name) for name in _SCALARS if proto.HasField(name)}  # type: ignore[arg-type]
     for name in _LISTS:
         values[name] = tuple(getattr(proto, name))
@@ -45,6 +63,22 @@ def sampling_params_from_proto(proto: types_pb2.SamplingParams) -> SamplingParam
         bad_words_token_ids=tuple(tuple(sequence.ids) for sequence in proto.bad_words_token_ids),
         structured_outputs=_structured_from_proto(proto),
     )
+
+
+def _check_lengths(proto: types_pb2.SamplingParams, path: str) -> None:
+    lengths = [(name, len(getattr(proto, name)), most) for name, most in _MOST_ENTRIES.items()]
+    if len(proto.bad_words_token_ids) <= MAX_TOKEN_LIST:
+        lengths += [
+            (f"bad_words_token_ids[{i}].ids", len(sequence.ids), MAX_TOKEN_LIST)
+            for i, sequence in enumerate(proto.bad_words_token_ids)
+        ]
+    found = [
+        violation(f"{path}.{name}", f"{length} entries", f"at most {most}")
+        for name, length, most in lengths
+        if length > most
+    ]
+    if found:
+        raise InvalidArgumentError(found)
 
 
 def _structured_from_proto(proto: types_pb2.SamplingParams) -> StructuredOutputs | None:

@@ -88,8 +88,9 @@ def _bad_request(violations: list[FieldViolation]) -> Any:
 
 def _shorten(text: str, max_bytes: int = _MAX_MESSAGE_BYTES) -> str:
     """The text as valid UTF-8, cut so that it stays within `max_bytes` when percent-encoded."""
-    text = text.encode("utf-8", "replace").decode()
-    if len(quote(text)) <= max_bytes:
+    # Every character takes a byte or more; cut first, for the text may be as long as a message.
+    whole, text = len(text), text[: max_bytes + 1].encode("utf-8", "replace").decode()
+    if whole <= max_bytes and len(quote(text)) <= max_bytes:
         return text
     while len(quote(text)) > max_bytes - 3:
         text = text[: -max(1, (len(quote(text)) - max_bytes) // 12)]

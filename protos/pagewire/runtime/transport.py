@@ -72,6 +72,8 @@ def _common_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        # gRPC takes http_proxy for every target, this machine's too, and few HTTP proxies carry it.
+        ("grpc.enable_http_proxy", 0),
     ]
 
 
