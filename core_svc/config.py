@@ -28,6 +28,8 @@ class EngineConfig:
     """Most requests held at once, running and waiting."""
     prefill_schedule_interval: int = 1
     """Prefills get a turn in every so many steps while decodes run; 1 is every step."""
+    max_logprob_candidates: int = 2**22
+    """Most (token, log-probability) pairs of one step, 8 bytes each: what its messages have room for."""
     log_requests: bool = False
     """Log one line per request and step."""
     tombstone_ttl_s: float = 60.0
@@ -45,6 +47,7 @@ class EngineConfig:
                 ("long_prefill_token_threshold", 0),
                 ("max_num_requests", 1),
                 ("prefill_schedule_interval", 1),
+                ("max_logprob_candidates", 1),
                 ("max_tombstones", 1),
             )
             if getattr(self, name) < low

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
 from core_svc.config import EngineConfig
-from core_svc.executor import CacheInfo, CacheSpec, Executor
+from core_svc.executor import CacheInfo, Executor
 from core_svc.executor_link import ExecutorLink, InFlight
 from core_svc.inbox import (
     Abort,
@@ -23,6 +24,7 @@ from core_svc.inbox import (
     ResumeWith,
     Shutdown,
     Utility,
+    refuse,
     reject,
     resolve,
 )
@@ -83,12 +85,14 @@ class EngineCore:
         """Monotonic start of the step that runs now; 0 between steps. Read by the edge's watchdog."""
         self._link = ExecutorLink(executor)
         self._model = model
-        self._cache = cache
+        self.cache = cache
         self._publish_to = publish
         self._on_kv_events = on_kv_events
         self._limits = limits_of(model, cache.num_blocks, config)
         self.scheduler = Scheduler(config, self._new_kv(cache), epoch=epoch)
         self._inbox = Inbox()
+        self._received: deque[Message] = deque()
+        """Messages out of the inbox that are not dealt with."""
         self._utilities = Utilities(self)
         self._intake = Intake(self.scheduler)
         self._is_lost = False
@@ -203,11 +207,15 @@ class EngineCore:
     # --- the loop ---
 
     def run(self) -> None:
-        """The busy loop: steps while there is something to do, blocks while there is not; returns after shutdown."""
-        while not self._is_stopped:
-            if not self._inbox and not self._can_step:
-                self._inbox.wait(self._idle_timeout_s())
-            self.step()
+        """Steps while there is something to do, blocks while there is not; returns after shutdown, raises faults."""
+        try:
+            while not self._is_stopped:
+                if not self._inbox and not self._can_step:
+                    self._inbox.wait(self._idle_timeout_s())
+                self.step()
+        except BaseException as error:
+            self._stop(UnavailableError(f"the core died: {error!r}"))
+            raise
 
     def step(self) -> bool:
         """One transaction: receive, schedule, execute, update, publish. Returns whether anything was done."""
@@ -237,19 +245,21 @@ class EngineCore:
     # --- receive ---
 
     def _receive(self) -> bool:
-        messages = self._inbox.take()
-        for message in messages:
-            self._handle(message)
+        self._received.extend(self._inbox.take())
+        has_received = bool(self._received)
+        while self._received:
+            self._handle(self._received[0])
+            self._received.popleft()
         self._intake.expire_deadlines()
         if self._shutdown_ns is not None and time.monotonic_ns() >= self._shutdown_ns:
             self._intake.abort_all(AbortReason.SHUTDOWN)
-        return bool(messages)
+        return has_received
 
     def _handle(self, message: Message) -> None:
         match message:
             case Add():
                 refusal = self._refusal if self._is_lost else None
-                self._intake.add(message, max_model_len=self._limits.max_num_tokens, refusal=refusal)
+                self._intake.add(message, self._limits, refusal)
                 with self._lock:
                     self._num_pending_adds -= len(message.requests)
             case Abort():
@@ -342,18 +352,20 @@ class EngineCore:
         self._intake.end_with_error(list(self.scheduler.requests.values()), error)
 
     def _stop_if_done(self) -> None:
-        """Ends the loop once a shutdown has nothing left to wait for; what is still in the inbox is refused."""
+        """Ends the loop once a shutdown has nothing left to wait for."""
         if self._shutdown_ns is None or self.scheduler.requests or self._can_step:
             return
+        self._stop(UnavailableError("the core has shut down", reason="SHUTTING_DOWN"))
+
+    def _stop(self, error: UnavailableError) -> None:
+        """Ends the loop. What is not dealt with, and what comes from now on, is refused with the error."""
         with self._lock:
             self._is_stopped = True
-            messages = self._inbox.take()
-        error = UnavailableError("the core has shut down", reason="SHUTTING_DOWN")
+            self._refusal = self._refusal or error
+            self._received.extend(self._inbox.take())
         self._utilities.cancel_pauses(error)
-        for message in messages:
-            match message:
-                case Abort(future=future) | Utility(future=future) | ResumeWith(future=future):
-                    reject(future, error)
+        for message in self._received:
+            refuse(message, error)
 
     # --- for utilities ---
 
@@ -369,19 +381,9 @@ class EngineCore:
             self.fail(error)
             raise
 
-    def cache_spec(self) -> CacheSpec:
-        """The pool that the engine has, to be made again."""
-        return CacheSpec(
-            block_size=self.config.block_size,
-            num_blocks=self._cache.num_blocks,
-            kv_cache_dtype=self._cache.kv_cache_dtype,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-        )
-
     def start_epoch(self, cache: CacheInfo, epoch: int) -> None:
         """Goes on with a new, empty pool; nothing may run. Requests that it can't hold any more end with an error."""
-        self._cache, self.epoch = cache, epoch
+        self.cache, self.epoch = cache, epoch
         self._limits = limits_of(self._model, cache.num_blocks, self.config)
         self.scheduler.restart_cache(self._new_kv(cache), epoch)
         too_large = [r for r in self.scheduler.requests.values() if r.max_num_tokens > self._limits.max_num_tokens]

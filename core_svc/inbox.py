@@ -142,3 +142,10 @@ def reject(future: Future[Any], error: BaseException) -> None:
     """Sets a future's exception unless its owner gave it up."""
     if not future.done() and future.set_running_or_notify_cancel():
         future.set_exception(error)
+
+
+def refuse(message: Message, error: BaseException) -> None:
+    """Answers a message that will not be dealt with, where somebody waits for an answer."""
+    match message:
+        case Abort(future=future) | Utility(future=future) | ResumeWith(future=future):
+            reject(future, error)

@@ -10,6 +10,7 @@ from core_svc.inbox import Abort, Add, resolve
 from core_svc.recent_ids import RecentIds
 from core_svc.request import Request, RequestStatus
 from core_svc.scheduler import Scheduler
+from core_svc.validation import Limits
 from pagewire.engine import AbortOutcome, AbortReason
 from pagewire.errors import PagewireError
 
@@ -33,7 +34,7 @@ class Intake:
         self._sweep_at = MIN_SWEEP
         self._num_arrivals = 0
 
-    def add(self, message: Add, *, max_model_len: int, refusal: PagewireError | None = None) -> None:
+    def add(self, message: Add, limits: Limits, refusal: PagewireError | None = None) -> None:
         """Queues requests; with a refusal they end with it instead."""
         for engine_request in message.requests:
             key = (message.frontend_incarnation, engine_request.request_id)
@@ -43,7 +44,8 @@ class Intake:
             request = Request.from_engine_request(
                 engine_request,
                 message.frontend_incarnation,
-                max_model_len=max_model_len,
+                max_model_len=limits.max_num_tokens,
+                vocab_size=limits.vocab_size,
                 sequence=self._num_arrivals,
                 now_ns=message.received_ns,
                 is_priority_policy=self._is_priority_policy,

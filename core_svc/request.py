@@ -77,6 +77,10 @@ class Request:
     adapter: Adapter | None = None
     trace_context: TraceContext | None = None
     extra_keys: bytes = b""
+    logprob_width: int = 0
+    """Candidates per sampled token; 0 where none are wanted."""
+    prompt_logprob_width: int = 0
+    """Candidates per prompt position; 0 where none are wanted."""
     deadline_ns: int | None = None
 
     status: RequestStatus = RequestStatus.WAITING
@@ -114,6 +118,7 @@ class Request:
         frontend_incarnation: str,
         *,
         max_model_len: int,
+        vocab_size: int = 0,
         sequence: int,
         now_ns: int,
         is_priority_policy: bool = False,
@@ -139,6 +144,8 @@ class Request:
             adapter=request.adapter,
             trace_context=request.trace_context,
             extra_keys=request_extra_keys(request.adapter, request.cache_salt),
+            logprob_width=params.logprob_width(vocab_size),
+            prompt_logprob_width=params.prompt_logprob_width(vocab_size),
             deadline_ns=None if request.remaining_ms is None else now_ns + request.remaining_ms * 1_000_000,
             num_tokens=len(token_ids),
         )

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from core_svc.commit import commit_row
 from core_svc.config import EngineConfig
 from core_svc.kv_cache_manager import KVCacheManager
+from core_svc.logprob_room import LogprobRoom
 from core_svc.outputs import OutputCollector, finished_of
 from core_svc.plan_builder import PlanBuilder, ScheduledStep
 from core_svc.recent_ids import RecentIds
@@ -58,6 +59,8 @@ class Scheduler:
         self._plan_step = 0
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released_slots: list[int] = []
+        self._logprob_room = LogprobRoom(0)
+        """Of the step that is being planned."""
 
     # --- requests come and go ---
 
@@ -129,6 +132,7 @@ class Scheduler:
         Computed positions advance here, before the step runs; update takes back what was rejected.
         """
         builder = PlanBuilder()
+        self._logprob_room = LogprobRoom(self.config.max_logprob_candidates)
         self.num_steps += 1
         is_throttled = is_prefill_throttled and any(not request.is_prefill for request in self.running)
         budget = 0 if self.pause_state is PauseState.FROZEN else self.config.max_num_batched_tokens
@@ -150,7 +154,7 @@ class Scheduler:
         idx = 0
         while budget > 0 and idx < len(self.running):
             request = self.running[idx]
-            num_new_tokens = self._capped(request.num_tokens_with_spec - request.num_computed_tokens, budget)
+            num_new_tokens = self._num_new_tokens(request, request.num_computed_tokens, budget)
             idx += 1
             if num_new_tokens == 0 or (is_throttled and request.is_prefill):
                 continue
@@ -188,7 +192,9 @@ class Scheduler:
                 num_promised_blocks = sum(self.kv.num_missing_blocks(running) for running in self.running)
             computed_blocks = self.kv.get_computed_blocks(request)
             num_computed_tokens = len(computed_blocks) * self.config.block_size
-            num_new_tokens = self._capped(request.num_tokens - num_computed_tokens, budget)
+            num_new_tokens = self._num_new_tokens(request, num_computed_tokens, budget)
+            if num_new_tokens == 0:
+                break
             block_ids = self.kv.admit(
                 request, computed_blocks, num_computed_tokens + num_new_tokens, num_promised_blocks
             )
@@ -201,11 +207,14 @@ class Scheduler:
             budget -= num_new_tokens
         return budget
 
-    def _capped(self, debt: int, budget: int) -> int:
-        threshold = self.config.long_prefill_token_threshold
-        return min(debt, budget, threshold) if threshold else min(debt, budget)
+    def _num_new_tokens(self, request: Request, num_computed_tokens: int, budget: int) -> int:
+        """How much of its debt the request may pay in this step; 0 where its log-probabilities have no room left."""
+        debt = request.num_tokens_with_spec - num_computed_tokens
+        num_new_tokens = min(debt, budget, self.config.long_prefill_token_threshold or debt)
+        return self._logprob_room.fit(request, num_computed_tokens, num_new_tokens)
 
     def _advance(self, request: Request, num_new_tokens: int) -> None:
+        self._logprob_room.take(request, request.num_computed_tokens, num_new_tokens)
         request.num_computed_tokens += num_new_tokens
         request.last_scheduled_step = self.num_steps
         self.stats.num_scheduled_tokens += num_new_tokens

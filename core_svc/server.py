@@ -16,7 +16,6 @@ from core_svc import wire
 from core_svc.engine import EngineCore
 from core_svc.execute_client import Progress
 from core_svc.kv_event_log import KvEventLog
-from core_svc.message_budget import MessageBudget
 from core_svc.output_hub import OutputHub, OutputStream
 from core_svc.watchdog import step_age_ms
 from pagewire.engine import AbortReason, CoreStats, EngineInfo
@@ -42,7 +41,6 @@ class Serving:
     info: EngineInfo
     tokenizer_files: Mapping[str, bytes]
     progress: Progress
-    budget: MessageBudget
 
 
 async def _result(future: Future[T]) -> T:
@@ -90,7 +88,6 @@ class EngineCoreServicer(core_pb2_grpc.EngineCoreServiceServicer):
             limit = f"must have 1 to {MAX_REQUESTS_PER_ADD} entries"
             raise InvalidArgumentError([violation("requests", f"{len(request.requests)} entries", limit)])
         requests = wire.requests_from_proto(request)
-        serving.budget.check(requests)
         # Before the engine has them: it may publish their end before add returns.
         new_ids = buffer.register(r.request_id for r in requests)
         try:

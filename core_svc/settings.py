@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from core_svc.config import POLICIES, EngineConfig
 from core_svc.executor import CacheSpec, ModelSpec
+from core_svc.logprob_room import BYTES_PER_CANDIDATE
 from pagewire.runtime.settings import CommonSettings, parse_bytes, setting
 
 _DTYPES = ("", "float32", "bfloat16", "float16")
@@ -60,7 +61,11 @@ class CoreSettings(CommonSettings):
     def engine_config(self) -> EngineConfig:
         """How the engine schedules."""
         names = {field.name for field in fields(EngineConfig)}
-        return EngineConfig(**{f.name: getattr(self, f.name) for f in fields(self) if f.name in names})
+        return EngineConfig(
+            **{f.name: getattr(self, f.name) for f in fields(self) if f.name in names},
+            # Half of a message: the rest is for everything else in it.
+            max_logprob_candidates=max(self.max_message_bytes // 2 // BYTES_PER_CANDIDATE, 1),
+        )
 
     def model_spec(self) -> ModelSpec:
         """What the worker loads."""

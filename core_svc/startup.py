@@ -12,7 +12,6 @@ from typing import TypeVar
 from core_svc.config import EngineConfig
 from core_svc.engine import EngineCore
 from core_svc.kv_event_log import KvEventLog
-from core_svc.message_budget import MessageBudget
 from core_svc.output_hub import OutputHub
 from core_svc.server import SERVICE_NAME, EngineCoreServicer, Serving
 from core_svc.settings import CoreSettings
@@ -150,10 +149,7 @@ class CoreProcess:
             lease_ms=settings.lease_ms,
             heartbeat_interval_ms=settings.heartbeat_interval_ms,
         )
-        budget = MessageBudget(settings.max_message_bytes, config.max_num_batched_tokens, connection.model.vocab_size)
-        self._servicer.serving = Serving(
-            self._engine, info, connection.tokenizer_files, self._executor.progress, budget
-        )
+        self._servicer.serving = Serving(self._engine, info, connection.tokenizer_files, self._executor.progress)
 
     def _run_engine(self, engine: EngineCore) -> None:
         try:

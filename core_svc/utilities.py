@@ -6,6 +6,7 @@ import logging
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
+from core_svc.executor import CacheSpec
 from core_svc.inbox import Utility, reject, resolve
 from core_svc.scheduler import PauseState
 from pagewire.engine import (
@@ -132,8 +133,19 @@ class Utilities:
         engine = self._engine
         if engine.sleep_level:
             engine.call_executor(lambda executor: executor.wake_up())
-            spec, epoch = engine.cache_spec(), engine.epoch + 1
+            spec, epoch = self._cache_spec(), engine.epoch + 1
             cache = engine.call_executor(lambda executor: executor.initialize_cache(spec, epoch))
             engine.start_epoch(cache, epoch)
             engine.sleep_level = 0
         return engine.epoch
+
+    def _cache_spec(self) -> CacheSpec:
+        """The pool that the engine has, to be made again."""
+        config, cache = self._engine.config, self._engine.cache
+        return CacheSpec(
+            block_size=config.block_size,
+            num_blocks=cache.num_blocks,
+            kv_cache_dtype=cache.kv_cache_dtype,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )

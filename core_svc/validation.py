@@ -22,6 +22,8 @@ class Limits:
     """Of the model."""
     max_kv_tokens: int
     """Positions for which the whole pool has room."""
+    max_logprob_candidates: int
+    """Of one step, see EngineConfig."""
 
     @property
     def max_num_tokens(self) -> int:
@@ -31,7 +33,8 @@ class Limits:
 
 def limits_of(model: ModelInfo, num_blocks: int, config: EngineConfig) -> Limits:
     """The limits that a model and a pool of num_blocks (the null block counted) set."""
-    return Limits(model.vocab_size, model.max_model_len, (num_blocks - 1) * config.block_size)
+    max_kv_tokens = (num_blocks - 1) * config.block_size
+    return Limits(model.vocab_size, model.max_model_len, max_kv_tokens, config.max_logprob_candidates)
 
 
 def request_violations(request: EngineRequest, limits: Limits, path: str) -> list[FieldViolation]:
@@ -44,6 +47,7 @@ def request_violations(request: EngineRequest, limits: Limits, path: str) -> lis
     if request.remaining_ms is not None and request.remaining_ms < 0:
         found.append(violation(f"{path}.remaining_ms", request.remaining_ms, "must not be negative"))
     found += request.sampling_params.violations(limits.vocab_size, f"{path}.sampling_params")
+    found += _logprob_violations(request, limits, path)
     return found + _resolution_violations(request, path) + _length_violations(request, limits, path)
 
 
@@ -54,6 +58,20 @@ def _token_violations(path: str, token_ids: Int32Column | Sequence[int], vocab_s
         return []
     first = int(bad[0])
     return [violation(f"{path}[{first}]", int(column[first]), f"token ids must be in [0, {vocab_size})")]
+
+
+def _logprob_violations(request: EngineRequest, limits: Limits, path: str) -> list[FieldViolation]:
+    """What the scheduler could not spread over steps: one position alone must have room in a message."""
+    params, most = request.sampling_params, limits.max_logprob_candidates
+    widths = {
+        "logprobs": (params.logprobs, params.logprob_width(limits.vocab_size)),
+        "prompt_logprobs": (params.prompt_logprobs, params.prompt_logprob_width(limits.vocab_size)),
+    }
+    return [
+        violation(f"{path}.sampling_params.{name}", value, f"must give at most {most} candidates per token")
+        for name, (value, width) in widths.items()
+        if width > most
+    ]
 
 
 def _resolution_violations(request: EngineRequest, path: str) -> list[FieldViolation]:

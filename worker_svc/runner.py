@@ -152,10 +152,11 @@ class ModelRunner:
             end = min(request.num_prompt_tokens, computed + int(rows.num_scheduled_tokens[row]) + 1)
             if first >= end:
                 continue
-            bytes_left -= (end - first) * (1 + (self.model.vocab_size if wanted < 0 else wanted)) * 8
-            if bytes_left < 0:
+            num_bytes = (end - first) * (1 + (self.model.vocab_size if wanted < 0 else wanted)) * 8
+            if num_bytes > bytes_left:
                 errors[slot] = "its prompt log-probabilities do not fit into one message: ask for fewer"
                 continue
+            bytes_left -= num_bytes
             offset = int(starts[row]) - computed - 1
             columns = self._prompt_columns(hidden[first + offset : end + offset], slot, first, wanted)
             if columns is None:

@@ -174,10 +174,11 @@ def _logprobs(
         width = 1 + (logits.shape[1] if num_likeliest < 0 else num_likeliest) + len(extra)
         fitting = []
         for row in members:
-            max_bytes -= int(num_emitted[row]) * width * 8
-            if max_bytes < 0:
+            num_bytes = int(num_emitted[row]) * width * 8
+            if num_bytes > max_bytes:
                 errors[int(rows.slots[row])] = "its log-probabilities do not fit into one message: ask for fewer"
             else:
+                max_bytes -= num_bytes
                 fitting.append(row)
         if fitting:
             index = np.concatenate([np.arange(starts[r], starts[r] + num_emitted[r]) for r in fitting])

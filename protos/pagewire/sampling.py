@@ -77,6 +77,19 @@ class SamplingParams:
             return self.prompt_logprobs is None
         return not self.skip_reading_prefix_cache
 
+    def logprob_width(self, vocab_size: int) -> int:
+        """Most (token, log-probability) pairs of a sampled token: itself, the likeliest, those named; 0 if unwanted."""
+        if self.logprobs is None and not self.logprob_token_ids:
+            return 0
+        num_likeliest = self.logprobs or 0
+        return 1 + (vocab_size if num_likeliest < 0 else num_likeliest) + len(self.logprob_token_ids)
+
+    def prompt_logprob_width(self, vocab_size: int) -> int:
+        """Most pairs of one prompt position; 0 if unwanted."""
+        if self.prompt_logprobs is None:
+            return 0
+        return 1 + (vocab_size if self.prompt_logprobs < 0 else self.prompt_logprobs)
+
     def violations(self, vocab_size: int, path: str = "sampling_params") -> list[FieldViolation]:
         """Everything that is wrong with these parameters for a model of `vocab_size` tokens; empty if all is well."""
         return [v for check in (_check_scalars, _check_limits, _check_tokens) for v in check(self, vocab_size, path)]

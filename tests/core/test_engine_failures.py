@@ -7,11 +7,11 @@ import time
 from concurrent.futures import Future
 
 import pytest
-from core_support import Harness, assert_engine_empty, expected_tokens, make_request, params, running_engine
+from core_support import FRONTEND, Harness, assert_engine_empty, expected_tokens, make_request, params, running_engine
 
 from core_svc.executor import CacheInfo, CacheSpec
 from core_svc.fake_executor import FakeOptions
-from pagewire.engine import FinishReason, Sleep
+from pagewire.engine import AbortReason, FinishReason, Pause, PauseMode, ResetPrefixCache, Resume, Sleep
 from pagewire.errors import FailedPreconditionError, InternalError, UnavailableError
 from pagewire.plan import StepPlan, StepResult
 
@@ -124,3 +124,37 @@ def test_adds_that_were_on_their_way_when_the_worker_was_lost_end_with_its_error
     for i in (1, 2):
         finished = harness.of(i).finished
         assert finished is not None and finished.error_code == "UNAVAILABLE"
+
+
+def test_a_loop_that_dies_answers_whoever_waits_and_refuses_the_rest() -> None:
+    """An answer that never comes would be a silent hang of a caller in the same process."""
+    harness = Harness()
+
+    def broken(**arguments: bool) -> None:
+        raise ZeroDivisionError("a fault of ours")
+
+    harness.scheduler.schedule = broken  # type: ignore[method-assign, assignment]
+    paused = harness.engine.utility(Pause(PauseMode.WAIT))
+    harness.add(make_request(1, 10))
+    reset = harness.engine.utility(ResetPrefixCache())
+    resumed = harness.engine.utility(Resume())
+    with pytest.raises(ZeroDivisionError):
+        harness.engine.run()
+    assert paused.done() and reset.done() and resumed.done()
+    late = [harness.engine.utility(Resume()), harness.engine.abort(FRONTEND, [1], AbortReason.CLIENT)]
+    for future in late:
+        with pytest.raises(UnavailableError, match="shut down"):
+            future.result(0)
+    with pytest.raises(UnavailableError, match="the core died"):
+        harness.add(make_request(2, 10))
+
+
+def test_a_message_that_kills_the_loop_takes_no_answer_with_it() -> None:
+    harness = Harness()
+    futures = [harness.engine.abort(FRONTEND, [9], AbortReason.CLIENT), harness.engine.utility(Resume())]
+    harness.engine._intake.abort = None  # type: ignore[assignment, method-assign]
+    with pytest.raises(TypeError):
+        harness.engine.run()
+    for future in futures:
+        with pytest.raises(UnavailableError, match="the core died"):
+            future.result(0)

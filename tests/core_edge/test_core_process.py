@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -19,7 +19,7 @@ import pytest
 
 from pagewire.runtime.ready import Ready, parse_ready
 from pagewire.runtime.transport import secure_or_insecure_channel
-from pagewire.v1 import types_pb2
+from pagewire.v1 import core_pb2, types_pb2
 from tests.core_edge.harness import Core, Frontend, engine_request, eventually
 from tests.core_edge.worker_server import Script, ScriptedWorker, expected_tokens
 
@@ -27,9 +27,9 @@ from tests.core_edge.worker_server import Script, ScriptedWorker, expected_token
 class CoreCommand:
     """A core process, its output read as it comes."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, program: Sequence[str] = ("-m", "core_svc")) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "core_svc", "--port", "0", *arguments],
+            [sys.executable, *program, "--port", "0", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -76,11 +76,13 @@ class _Process:
 
 
 @asynccontextmanager
-async def core_command(*arguments: str, script: Script | None = None) -> AsyncIterator[tuple[CoreCommand, Core]]:
+async def core_command(
+    *arguments: str, script: Script | None = None, program: Sequence[str] = ("-m", "core_svc")
+) -> AsyncIterator[tuple[CoreCommand, Core]]:
     """A ready core process over a worker in this one."""
     worker = ScriptedWorker(script)
     address = await worker.start()
-    command = CoreCommand("--worker", address, *arguments)
+    command = CoreCommand("--worker", address, *arguments, program=program)
     try:
         ready = await asyncio.to_thread(command.ready)
         async with secure_or_insecure_channel(ready.address) as channel:
@@ -228,6 +230,41 @@ def test_a_lost_engine_ends_the_process_with_an_error() -> None:
             await frontend.ended(1)
             assert await asyncio.to_thread(command.wait) == 1
             assert "another core" in command.errors[-1] or any("another core" in line for line in command.errors)
+
+    asyncio.run(run())
+
+
+FAULTY = """
+import sys
+from core_svc.__main__ import main
+from core_svc.scheduler import Scheduler
+schedule = Scheduler.schedule
+def faulty(self, **arguments):
+    if self.num_steps == 5:
+        raise ZeroDivisionError("a fault of ours")
+    return schedule(self, **arguments)
+Scheduler.schedule = faulty
+sys.exit(main())
+"""
+
+
+def test_a_fault_in_the_loop_ends_streams_calls_and_process() -> None:
+    """Case: vllm#48966"""
+
+    async def run() -> None:
+        async with core_command(program=("-c", FAULTY)) as (command, core):
+            frontend = Frontend(core)
+            await frontend.open()
+            pause = core_pb2.UtilityRequest.Pause(mode=core_pb2.PAUSE_MODE_WAIT)
+            await frontend.add(engine_request(1, max_tokens=50))
+            waiting = core.stub.Utility(core_pb2.UtilityRequest(pause=pause), timeout=15)
+            error = await frontend.stream_error()
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await waiting
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert await asyncio.to_thread(command.wait, 5.0) == 1
+            assert "ZeroDivisionError: a fault of ours" in "".join(command.errors)
 
     asyncio.run(run())
 

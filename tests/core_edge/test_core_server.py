@@ -7,7 +7,6 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from pagewire.columns import pack_int32
 from pagewire.runtime.status import from_rpc_error
 from pagewire.v1 import core_pb2, core_pb2_grpc, types_pb2
 from tests.core_edge.harness import (
@@ -184,20 +183,21 @@ def test_a_prompt_message_of_five_mebibytes_runs() -> None:
 
 
 def test_log_probabilities_that_fit_no_message_are_refused() -> None:
-    """One request must not break the stream that carries everybody's results."""
+    """One request must not break the stream that carries everybody's results; what fits in parts comes over steps."""
 
     async def body(core: Core) -> None:
         frontend = Frontend(core)
         await frontend.open()
-        request = engine_request(1, range(1, 101))
+        request = engine_request(1, range(1, 1001))
         request.sampling_params.prompt_logprobs = -1
         message = await refused(frontend.add(engine_request(2), request), grpc.StatusCode.INVALID_ARGUMENT)
-        assert "requests[1].sampling_params.prompt_logprobs" in message and "100 tokens" in message
-        request.prompt_token_ids = pack_int32(range(1, 4))
-        await frontend.add(request)
-        await frontend.ended(1)
+        assert "requests[1].sampling_params.prompt_logprobs" in message and "at most 32768 candidates" in message
+        request.sampling_params.prompt_logprobs = 100
+        await frontend.add(request, engine_request(3))
+        await frontend.ended(1, 3)
+        assert (await core.stats()).num_steps >= 4 + 5 - 1
 
-    with_core(body)
+    with_core(body, max_message_bytes=2**19)
 
 
 def test_too_many_ids_in_one_message_are_refused() -> None:

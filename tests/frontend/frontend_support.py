@@ -20,7 +20,6 @@ from core_svc.executor import CacheSpec, ModelSpec
 from core_svc.fake_executor import FakeExecutor, FakeOptions
 from core_svc.fake_model import FakeModel
 from core_svc.kv_event_log import KvEventLog
-from core_svc.message_budget import MessageBudget
 from core_svc.output_hub import OutputHub
 from core_svc.server import SERVICE_NAME as CORE_SERVICE_NAME
 from core_svc.server import EngineCoreServicer, Serving
@@ -33,7 +32,7 @@ from frontend_svc.tokenizer import Tokenizer
 from pagewire.engine import ModelInfo
 from pagewire.runtime.lifetime import new_incarnation
 from pagewire.runtime.server import GrpcServer
-from pagewire.runtime.transport import MAX_MESSAGE_BYTES, secure_or_insecure_channel
+from pagewire.runtime.transport import secure_or_insecure_channel
 from pagewire.sampling import SamplingParams
 from pagewire.types_wire import tokenizer_sha256
 from pagewire.v1 import core_pb2_grpc, frontend_pb2_grpc, types_pb2
@@ -118,8 +117,7 @@ class GrpcCore:
         self.server = GrpcServer([CORE_SERVICE_NAME])
         log = KvEventLog(notify=self.hub.wake_soon)
         self.servicer = EngineCoreServicer(self.info.core_incarnation, self.hub, log)
-        budget = MessageBudget(MAX_MESSAGE_BYTES, options.config.max_num_batched_tokens, VOCAB_SIZE)
-        self.servicer.serving = Serving(self.engine, self.info, files, Progress(), budget)
+        self.servicer.serving = Serving(self.engine, self.info, files, Progress())
         self.servicer.unavailable = ""
         core_pb2_grpc.add_EngineCoreServiceServicer_to_server(self.servicer, self.server.aio)
         self._thread = threading.Thread(target=self.engine.run, name="engine", daemon=True)

@@ -127,8 +127,8 @@ FAULTS = [
     Fault(
         "the budget is exceeded by one",
         "core_svc/scheduler.py",
-        "else min(debt, budget)\n",
-        "else min(debt, budget + 1)\n",
+        "min(debt, budget, self.config",
+        "min(debt, budget + 1, self.config",
         (SCHEDULING,),
     ),
     Fault(
