@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import tiny_models
 import torch
@@ -20,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import VOCAB_SIZE, build, eager_logits
 from transformers import AutoModelForCausalLM
 
-from pagewire.errors import InvalidArgumentError, NotFoundError
-from worker_svc.models import limits
+from pagewire.errors import InvalidArgumentError, NotFoundError, UnavailableError
+from worker_svc.models import limits, sources
 from worker_svc.models.loader import load_model
 
 Directory = Callable[[str], Path]
@@ -122,6 +125,38 @@ def test_broken_configurations(llama: Path) -> None:
     assert "config.json" in str(refused(llama))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 0},
+        {"hidden_size": "x"},
+        {"rms_norm_eps": None},
+        {"eos_token_id": [None]},
+        {"rope_parameters": {"rope_type": "never_heard_of", "rope_theta": 1e4}},
+    ],
+)
+def test_a_configuration_that_makes_no_sense(llama: Path, changes: dict[str, Any]) -> None:
+    edit_json(llama / "config.json", **changes)
+    assert refused(llama).reason == "BAD_MODEL_FILES"
+
+
+@pytest.mark.parametrize(
+    ("eos", "expected"),
+    [(-1, (2,)), (VOCAB_SIZE, (2,)), ([7, VOCAB_SIZE, 7, 3], (7, 3)), ([], (2,)), ([None, 5], (5,))],
+)
+def test_ids_that_are_no_tokens_end_nothing(llama: Path, eos: object, expected: tuple[int, ...]) -> None:
+    """They would get every request refused."""
+    edit_json(llama / "generation_config.json", eos_token_id=eos)
+    assert load_model(str(llama)).info.eos_token_ids == expected
+
+
+def test_unused_tensors_are_told(tiny_directory: Directory, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Path(shutil.copytree(tiny_directory("gpt2"), tmp_path / "model"))
+    edit_json(model / "config.json", n_layer=2, num_hidden_layers=2)
+    load_model(str(model))
+    assert "tensors are not used" in caplog.text and ".h.2." in caplog.text
+
+
 def test_hub_out_of_reach() -> None:
     """A hub id that is not in the cache ends soon, with an error that names it."""
     code = (
@@ -133,6 +168,21 @@ def test_hub_out_of_reach() -> None:
     env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_DISABLE_TELEMETRY": "1"}
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=90)
     assert "'no-such-owner/no-such-model' is not on this machine" in result.stdout, result.stderr
+
+
+def test_hub_that_accepts_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's own client would wait for ever."""
+    session = huggingface_hub.get_session()
+    before = session.timeout
+    monkeypatch.setattr(sources, "HUB_TIMEOUT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as silent:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(huggingface_hub.hf_api.constants, "ENDPOINT", huggingface_hub.constants.ENDPOINT)
+        started = time.monotonic()
+        with pytest.raises(UnavailableError, match="the hub can't be reached"):
+            sources.locate("no-such-owner/no-such-model")
+    assert time.monotonic() - started < 20
+    assert session.timeout == before, "the process may have other uses for its client"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from worker_svc.models.native import Decoder
 from worker_svc.models.rope import rope_tables
 from worker_svc.models.sources import ModelFiles
 
+logger = logging.getLogger(__name__)
 OnProgress = Callable[[str, float], None]
 LOAD_FORMATS = ("", "safetensors", "gguf", "dummy")
 
@@ -142,10 +144,12 @@ def _generic(plan: _Plan, on_fraction: OnFraction) -> GenericModel:
             weights.fill_with_random((name, p.data) for name, p in named.values())
         else:
             model = _read_generic(plan, on_fraction)
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a configuration or file that is wrong fails anywhere in transformers' code
+        problem = f"transformers can't load it: {type(error).__name__}: {error}"
         raise InvalidArgumentError(
-            [violation("model", str(plan.files.path), f"transformers can't load it: {error}")],
-            reason="BAD_MODEL_FILES",
+            [violation("model", str(plan.files.path), problem)], reason="BAD_MODEL_FILES"
         ) from error
     generic = GenericModel(model.to(plan.device), plan.architecture)
     check_against_eager(generic, plan.architecture)
@@ -162,6 +166,9 @@ def _read_generic(plan: _Plan, on_fraction: OnFraction) -> Any:
     for problem in ("missing_keys", "mismatched_keys", "error_msgs"):
         if found := report.get(problem):
             raise ValueError(f"{problem.replace('_', ' ')}: {min(str(key) for key in found)} and {len(found) - 1} more")
+    if unused := report.get("unexpected_keys"):
+        # Many models ship what they don't need, so this can't be an error; it may be a layer, so it isn't silent.
+        logger.warning("%s: %d tensors are not used, such as %s", plan.files.name, len(unused), min(unused))
     return model
 
 
@@ -195,13 +202,13 @@ def _describe(plan: _Plan, model: Model) -> LoadedModel:
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """No progress bars and no advice on standard error: our caller reports progress."""
-    logging = transformers.utils.logging
-    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    theirs = transformers.utils.logging
+    level, has_bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()
+    theirs.set_verbosity_error()
+    theirs.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        theirs.set_verbosity(level)
         if has_bars:
-            logging.enable_progress_bar()
+            theirs.enable_progress_bar()

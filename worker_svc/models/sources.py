@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -71,8 +79,9 @@ def read_config(files: ModelFiles) -> Any:
     """The transformers configuration. Raises InvalidArgumentError where transformers can't read it."""
     try:
         return AutoConfig.from_pretrained(files.directory, **files.load_args())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _bad(files, f"transformers can't read its configuration: {error}") from error
+    except Exception as error:  # whatever a wrong value makes of transformers' validation, division by zero included
+        problem = f"transformers can't read its configuration: {type(error).__name__}: {error}"
+        raise _bad(files, problem) from error
 
 
 def architecture_of(config: Any) -> str:
@@ -118,12 +127,19 @@ def _file_identity(path: Path) -> bytes:
 
 
 def _download(hub_id: str, revision: str) -> Path:
+    silence = ""
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                hub_id, revision=revision or None, allow_patterns=_HUB_PATTERNS, etag_timeout=HUB_TIMEOUT_S
+        with _bounded_waits():
+            silence = _why_out_of_reach(hub_id, revision)
+            return Path(
+                huggingface_hub.snapshot_download(
+                    hub_id,
+                    revision=revision or None,
+                    allow_patterns=_HUB_PATTERNS,
+                    etag_timeout=HUB_TIMEOUT_S,
+                    local_files_only=bool(silence),
+                )
             )
-        )
     except RevisionNotFoundError as error:
         raise NotFoundError(f"model {hub_id!r} has no revision {revision!r} on the hub", reason="NOT_FOUND") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
@@ -134,9 +150,34 @@ def _download(hub_id: str, revision: str) -> Path:
         ) from error
     except (OSError, HfHubHTTPError) as error:
         raise UnavailableError(
-            f"model {hub_id!r} is not on this machine and the hub can't be reached: {error}",
+            f"model {hub_id!r} is not on this machine and the hub can't be reached: {silence or error}",
             reason="MODEL_FETCH_FAILED",
         ) from error
+
+
+def _why_out_of_reach(hub_id: str, revision: str) -> str:
+    """Asks the hub for the model; what went wrong where it does not answer in time, else empty.
+
+    snapshot_download asks the same thing first and would wait for ever; it has no parameter for that.
+    """
+    try:
+        huggingface_hub.HfApi().model_info(hub_id, revision=revision or None, timeout=HUB_TIMEOUT_S)
+    except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled):
+        return ""  # an answer, which snapshot_download will get and judge again
+    except Exception as error:  # the HTTP client's own, and which client that is changes with the hub library
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@contextlib.contextmanager
+def _bounded_waits() -> Iterator[None]:
+    """Within it no request to the hub waits longer than HUB_TIMEOUT_S, unless it says so: the default is for ever."""
+    session = huggingface_hub.get_session()
+    before, session.timeout = session.timeout, HUB_TIMEOUT_S
+    try:
+        yield
+    finally:
+        session.timeout = before
 
 
 def _bad(files: ModelFiles, problem: str) -> PagewireError:

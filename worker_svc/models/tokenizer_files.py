@@ -113,15 +113,23 @@ def read_generation_config(files: ModelFiles, config: Any) -> GenerationConfig:
 
 
 def eos_token_ids(generation: GenerationConfig, config: Any, tokenizer: Any | None) -> tuple[int, ...]:
-    """Ids that end a sequence: the generation configuration's, else the model's, else the tokenizer's."""
+    """Ids that end a sequence: the generation configuration's, else the model's, else the tokenizer's.
+
+    What is no token of the model (such as -1 for "none", or an id of a larger relative) can't come out of it and is
+    left out: a request that named it would be refused.
+    """
+    text_config = config.get_text_config()
     for found in (
         generation.eos_token_id,
-        getattr(config.get_text_config(), "eos_token_id", None),
+        getattr(text_config, "eos_token_id", None),
         getattr(tokenizer, "eos_token_id", None),
     ):
-        ids = [found] if isinstance(found, int) else list(found or ())
+        listed = list(found) if isinstance(found, list | tuple) else [found]
+        ids = [int(i) for i in listed if isinstance(i, int | float) and 0 <= i < text_config.vocab_size]
+        if len(ids) < len(listed) and found is not None:
+            logger.warning("of the ids %s that end a sequence only %s are tokens of the model", listed, ids)
         if ids:
-            return tuple(int(i) for i in ids)
+            return tuple(dict.fromkeys(ids))
     return ()
 
 
