@@ -16,10 +16,10 @@ SNAPSHOT_BLOCKS = 4096
 
 @dataclass(frozen=True, slots=True)
 class KvEventBatch:
-    """Events of one step. A snapshot may take several batches, which all have the number of the last step in it."""
+    """Events of one step. A snapshot may take several batches, the last of which has the number of the step."""
 
     sequence: int
-    """Counts batches from 1, without gaps."""
+    """Counts batches from 1, without gaps; 0 before the end of a snapshot: who breaks off there has to start anew."""
     time_ns: int
     """Wall clock."""
     events: Sequence[KvEvent]
@@ -86,7 +86,6 @@ class KvEventLog:
     def _snapshot(self) -> list[KvEventBatch]:
         now_ns = time.time_ns()
         events: list[KvEvent] = [AllBlocksCleared(), *self._stored.values()]
-        return [
-            KvEventBatch(self._last_sequence, now_ns, tuple(events[i : i + SNAPSHOT_BLOCKS]))
-            for i in range(0, len(events), SNAPSHOT_BLOCKS)
-        ]
+        parts = [tuple(events[i : i + SNAPSHOT_BLOCKS]) for i in range(0, len(events), SNAPSHOT_BLOCKS)]
+        *first, last = parts
+        return [*(KvEventBatch(0, now_ns, part) for part in first), KvEventBatch(self._last_sequence, now_ns, last)]

@@ -18,6 +18,8 @@ MERGE_BYTES = 2**20
 """No merged message grows beyond this, so that none comes near the message limit."""
 MERGE_EVERY = 64
 """Messages that may pile up before they are merged."""
+MAX_FORGOTTEN = 8192
+"""Ended requests whose ids are remembered."""
 
 
 class OutputBuffer:
@@ -36,13 +38,21 @@ class OutputBuffer:
         self._last_sequence = 0
         self._live: set[int] = set()
         self._finished: set[int] = set()
+        self._forgotten: dict[int, None] = {}
+        """Ids whose end was acknowledged, oldest first: an Add that is repeated late must not count as new."""
         self._lost_up_to: dict[int, int] = {}
         self.has_overflowed = False
+
+    def knows_all(self, request_ids: Iterable[int]) -> bool:
+        """Whether each of the requests lives or has ended lately."""
+        with self._lock:
+            return all(i in self._live or i in self._finished or i in self._forgotten for i in request_ids)
 
     def register(self, request_ids: Iterable[int]) -> list[int]:
         """Notes requests before they are handed to the engine; returns the ones that were not known yet."""
         with self._lock:
-            new = [i for i in request_ids if i not in self._live and i not in self._finished]
+            known = (self._live, self._finished, self._forgotten)
+            new = [i for i in request_ids if not any(i in ids for ids in known)]
             self._live.update(new)
             return new
 
@@ -127,7 +137,11 @@ class OutputBuffer:
         return self._pending.num_bytes + self._unacknowledged.num_bytes
 
     def _drop_finished(self, request_id: int) -> None:
-        self._finished.discard(request_id)
+        if request_id in self._finished:
+            self._finished.remove(request_id)
+            self._forgotten[request_id] = None
+            if len(self._forgotten) > MAX_FORGOTTEN:
+                del self._forgotten[next(iter(self._forgotten))]
         self._lost_up_to.pop(request_id, None)
 
     def _forget(self, outputs: StepOutputs) -> None:

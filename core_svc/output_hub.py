@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from core_svc.merge_outputs import empty_outputs
@@ -116,6 +116,11 @@ class OutputHub:
                 reason="STREAM_NOT_OPEN",
             )
         return session.buffer
+
+    def knows_all(self, incarnation: str, request_ids: Iterable[int]) -> bool:
+        """Whether a frontend's stream is open and each of the requests was added before."""
+        session = self._sessions.get(incarnation)
+        return session is not None and session.stream is not None and session.buffer.knows_all(request_ids)
 
     def send_stats(self, step: int, stats: CoreStats) -> None:
         """Sends numbers to one frontend, where they have changed."""

@@ -80,9 +80,11 @@ class EngineCoreServicer(core_pb2_grpc.EngineCoreServiceServicer):
         return wire.engine_info_to_proto(self._require_serving().info, protocol_versions())
 
     async def Add(self, request: core_pb2.AddRequest, context: Context) -> core_pb2.AddResponse:
-        """All or none; a repeated one changes nothing."""
-        serving = self._require_serving()
+        """All or none; a repeated one changes nothing, and succeeds even where new ones would be refused."""
         incarnation = wire.incarnation_from_proto(request.frontend_incarnation, "frontend_incarnation")
+        if request.requests and self._hub.knows_all(incarnation, (r.request_id for r in request.requests)):
+            return core_pb2.AddResponse(core_incarnation=self._core_incarnation)
+        serving = self._require_serving()
         buffer = self._hub.require_open(incarnation)
         if not 0 < len(request.requests) <= MAX_REQUESTS_PER_ADD:
             limit = f"must have 1 to {MAX_REQUESTS_PER_ADD} entries"

@@ -224,8 +224,13 @@ def test_a_full_core_says_when_to_come_back() -> None:
             await frontend.add(engine_request(9))
         error = from_rpc_error(caught.value)
         assert error.code == "RESOURCE_EXHAUSTED" and getattr(error, "retry_after_s", None)
+        # Whose answer was lost asks again: the core has these, and must not say that it has not.
+        await frontend.add(*(engine_request(i) for i in range(4)))
         core.script.hold.set()
         await frontend.ended(0, 1, 2, 3)
+        await frontend.acknowledge()
+        await eventually(lambda: not core.process._hub.require_open(frontend.incarnation)._finished)
+        await frontend.add(engine_request(2))
         assert core.process._hub.require_open(frontend.incarnation).num_live == 0
 
     with_core(body, max_num_requests=4, worker_silence_s=30.0)

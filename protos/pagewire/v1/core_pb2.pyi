@@ -1430,9 +1430,11 @@ class StreamKvEventsResponse(_message.Message):
     TIME_NS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Counts batches of this core incarnation, from 1, without gaps."""
+    """Counts batches of this core incarnation, from 1, without gaps. 0 in every part of a snapshot but the last: a reader
+    that goes on from the last number it saw, plus one, never goes on from the middle of a snapshot.
+    """
     core_incarnation: _builtins.str
-    """The core."""
+    """The core. A reader that meets a new one starts anew: the numbers of another core mean nothing."""
     time_ns: _builtins.int
     """Wall clock, nanoseconds since the epoch."""
     @_builtins.property
