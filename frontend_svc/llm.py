@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -22,24 +22,23 @@ from typing import TYPE_CHECKING, Any
 
 from frontend_svc.chat_template import ChatTemplate
 from frontend_svc.input_processor import Conversation, InputProcessor, TextRequest
+from frontend_svc.llm_inputs import Message, Prompt, conversations, params_per_prompt, prompts_of
 from frontend_svc.output_processor import OutputProcessor
 from frontend_svc.outputs import OutputKind, RequestOutput
 from frontend_svc.parallel_sampling import ParentRequest
 from frontend_svc.tokenizer import Tokenizer
 from pagewire.engine import AbortReason, CoreStats, EngineRequest, ResetPrefixCache, StepOutputs
-from pagewire.errors import InternalError, InvalidArgumentError, violation
+from pagewire.errors import InternalError, InvalidArgumentError, UnavailableError, violation
 from pagewire.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from core_svc.executor import Executor
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Message = Mapping[str, Any]
 _INCARNATION = "offline"
 
 
 class LLM:
-    """A model with its engine in this process.
+    """A model with its engine in this process. Threads may share it: their calls follow one another.
 
     Args:
         model: alias (`smollm2`), Hugging Face directory, GGUF file or hub id.
@@ -98,6 +97,9 @@ class LLM:
             log_requests=log_requests,
         )
         self._published: list[StepOutputs] = []
+        # The engine has one thread at a time; calls of several threads follow one another.
+        self._lock = threading.Lock()
+        self._is_closed = False
         self._core = start_offline_core(options, executor, self._publish)
         files = self._core.tokenizer_files
         tokenizer = Tokenizer(files)
@@ -124,10 +126,16 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forgets what earlier prompts left in the KV cache."""
         engine = self._core.engine
-        done = engine.utility(ResetPrefixCache())
-        while not done.done():
-            engine.step()
+        with self._lock:
+            self._check_open()
+            done = engine.utility(ResetPrefixCache())
+            while not done.done():
+                engine.step()
         done.result()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UnavailableError("this LLM is closed")
 
     def generate(
         self,
@@ -149,11 +157,11 @@ class LLM:
             InvalidArgumentError: a prompt or parameter is wrong; nothing has run then.
             KeyboardInterrupt: after Ctrl-C; everything is aborted and the engine can be used again.
         """
-        return self._run(_prompts(prompts), sampling_params, use_tqdm, priority)
+        return self._run(prompts_of(prompts), sampling_params, use_tqdm, priority)
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: str | Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -162,21 +170,22 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one or many conversations, rendered with the model's chat template; otherwise like `generate`."""
+        """Answers one or many conversations, rendered with the model's chat template; otherwise like `generate`.
+
+        A conversation is a list of mappings with `role` and `content`; a text alone is one message of the user.
+        """
         if continue_final_message and add_generation_prompt:
             # The default asks for a new turn; to continue the last one excludes that.
             add_generation_prompt = False
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Iterable[Any] = [messages] if is_one else messages
         found = [
             Conversation(
-                list(conversation),
+                conversation,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 template_kwargs=chat_template_kwargs or {},
             )
-            for conversation in conversations
+            for conversation in conversations(messages)
         ]
         return self._run(found, sampling_params, use_tqdm, None)
 
@@ -187,7 +196,7 @@ class LLM:
         use_tqdm: bool,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        params = _params_per_prompt(sampling_params, len(prompts))
+        params = params_per_prompt(sampling_params, len(prompts))
         if priority is not None and len(priority) != len(prompts):
             raise InvalidArgumentError(
                 [violation("priority", f"{len(priority)} entries", f"must have one per prompt, {len(prompts)}")]
@@ -205,7 +214,9 @@ class LLM:
             parent, children = self._process(request, i, is_one_of_many=len(prompts) > 1)
             parents.append(parent)
             engine_requests += children
-        self._drain(parents, engine_requests, use_tqdm)
+        with self._lock:
+            self._check_open()
+            self._drain(parents, engine_requests, use_tqdm)
         return [parent.take() for parent in parents]
 
     def _process(
@@ -259,12 +270,16 @@ class LLM:
         self._published.clear()
 
     def close(self) -> None:
-        """Ends the engine. Idempotent."""
+        """Ends the engine, after what other threads run. Idempotent."""
         engine = self._core.engine
-        engine.shutdown()
-        while engine.has_work() and engine.step():
-            pass
-        self._core.executor.shutdown()
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            engine.shutdown()
+            while engine.has_work() and engine.step():
+                pass
+            self._core.executor.shutdown()
 
     def __enter__(self) -> LLM:
         return self
@@ -273,55 +288,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[str | Sequence[int] | Conversation]:
-    """The prompts as a list; a list of integers is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        many: Sequence[Any] = [prompts]
-    else:
-        many = list(prompts)
-        if many and all(isinstance(entry, int) for entry in many):
-            many = [many]
-    return [_prompt(prompt, i) for i, prompt in enumerate(many)]
-
-
-def _prompt(prompt: Any, index: int) -> str | Sequence[int]:
-    if isinstance(prompt, Mapping):
-        prompt = prompt.get("prompt_token_ids") or prompt.get("prompt")
-    if isinstance(prompt, str):
-        return prompt
-    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if isinstance(ids, Sequence) and all(isinstance(token_id, int) for token_id in ids):
-        return list(ids)
-    limit = "must be a text, a list of token ids, or a mapping with prompt or prompt_token_ids"
-    raise InvalidArgumentError([violation(f"prompts[{index}]", prompt, limit)])
-
-
-def _params_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [_normalized(params or SamplingParams())] * num_prompts
-    if len(params) != num_prompts:
-        limit = f"must be one, or one per prompt, {num_prompts}"
-        raise InvalidArgumentError([violation("sampling_params", f"{len(params)} entries", limit)])
-    return [_normalized(entry) for entry in params]
-
-
-def _normalized(params: SamplingParams) -> SamplingParams:
-    """Lists become tuples, and a single stop string a list of one."""
-    stop: Any = params.stop
-    return replace(
-        params,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
-        stop_token_ids=tuple(params.stop_token_ids or ()),
-        allowed_token_ids=tuple(params.allowed_token_ids or ()),
-        bad_words=tuple(params.bad_words or ()),
-        bad_words_token_ids=tuple(tuple(ids) for ids in params.bad_words_token_ids or ()),
-        logprob_token_ids=tuple(params.logprob_token_ids or ()),
-        logit_bias=dict(params.logit_bias or {}),
-    )
 
 
 @contextmanager

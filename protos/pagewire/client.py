@@ -90,12 +90,12 @@ class Client:
 
     def _call(self, method: str, request: Any, timeout_s: float | None) -> Any:
         try:
-            return getattr(self._stub, method)(request, timeout=timeout_s or self._timeout_s)
+            return getattr(self._stub, method)(request, timeout=self._timeout_s if timeout_s is None else timeout_s)
         except grpc.RpcError as error:
             raise _error(error, self.target, request) from None
 
     def _stream(self, method: str, request: Any, timeout_s: float | None) -> Iterator[Response]:
-        call = getattr(self._stub, method)(request, timeout=timeout_s or self._timeout_s)
+        call = getattr(self._stub, method)(request, timeout=self._timeout_s if timeout_s is None else timeout_s)
         try:
             for message in call:
                 yield read_response(message)
@@ -183,6 +183,11 @@ class Client:
         """What is served; NotFoundError for another name."""
         return read_model(self._call("GetModel", frontend_pb2.GetModelRequest(model=name), timeout_s).model)
 
+    def list_models(self, *, timeout_s: float | None = None) -> list[Model]:
+        """All that are served."""
+        response = self._call("ListModels", frontend_pb2.ListModelsRequest(), timeout_s)
+        return [read_model(model) for model in response.models]
+
 
 class AsyncClient:
     """An asyncio client of one frontend (host:port); same calls as Client. Made inside a running event loop."""
@@ -208,12 +213,14 @@ class AsyncClient:
 
     async def _call(self, method: str, request: Any, timeout_s: float | None) -> Any:
         try:
-            return await getattr(self._stub, method)(request, timeout=timeout_s or self._timeout_s)
+            return await getattr(self._stub, method)(
+                request, timeout=self._timeout_s if timeout_s is None else timeout_s
+            )
         except grpc.RpcError as error:
             raise _error(error, self.target, request) from None
 
     async def _stream(self, method: str, request: Any, timeout_s: float | None) -> AsyncIterator[Response]:
-        call = getattr(self._stub, method)(request, timeout=timeout_s or self._timeout_s)
+        call = getattr(self._stub, method)(request, timeout=self._timeout_s if timeout_s is None else timeout_s)
         try:
             async for message in call:
                 yield read_response(message)
@@ -302,3 +309,8 @@ class AsyncClient:
     async def get_model(self, name: str = "", *, timeout_s: float | None = None) -> Model:
         """What is served; NotFoundError for another name."""
         return read_model((await self._call("GetModel", frontend_pb2.GetModelRequest(model=name), timeout_s)).model)
+
+    async def list_models(self, *, timeout_s: float | None = None) -> list[Model]:
+        """All that are served."""
+        response = await self._call("ListModels", frontend_pb2.ListModelsRequest(), timeout_s)
+        return [read_model(model) for model in response.models]

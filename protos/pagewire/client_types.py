@@ -104,8 +104,8 @@ def make_sampling_params(params: SamplingParams | None, overrides: Mapping[str, 
     """The parameters with keyword overrides. Raises InvalidArgumentError for a name that does not exist."""
     base = params if params is not None else SamplingParams()
     values = dict(overrides)
-    if isinstance(values.get("stop"), str):
-        values["stop"] = (values["stop"],)
+    if isinstance(values.get("stop", base.stop), str):
+        values["stop"] = (values.get("stop", base.stop),)
     unknown = [name for name in values if name not in SamplingParams.__slots__]
     if unknown:
         known = ", ".join(SamplingParams.__slots__)
@@ -143,6 +143,8 @@ def chat_messages(messages: Messages) -> list[frontend_pb2.ChatMessage]:
         messages = [{"role": "user", "content": messages}]
     found = []
     for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidArgumentError([violation(f"messages[{i}]", message, "must map role and content to texts")])
         role = message.get("role", "")
         if role not in _ROLES:
             raise InvalidArgumentError([violation(f"messages[{i}].role", role, f"must be one of {', '.join(_ROLES)}")])

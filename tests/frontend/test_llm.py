@@ -152,6 +152,81 @@ def test_progress_bar(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     assert "2/2" in capsys.readouterr().err
 
 
+def test_threads_share_it(llm: LLM) -> None:
+    """Calls of several threads follow one another, each with its own results."""
+    params = SamplingParams(seed=SEED, max_tokens=30)
+    results: dict[int, list[int]] = {}
+
+    def call(i: int) -> None:
+        results[i] = llm.generate(f"Question {i}", params, use_tqdm=False)[0].outputs[0].token_ids
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == {i: expected(llm, llm.tokenizer.encode(f"Question {i}"), 30) for i in range(8)}
+    assert is_empty(llm)
+
+
+def test_closed_is_closed(smollm2_files: Files) -> None:
+    llm = make(smollm2_files)
+    llm.close()
+    llm.close()
+    for call in (lambda: llm.generate("Hello", use_tqdm=False), llm.reset_prefix_cache):
+        with pytest.raises(UnavailableError, match="closed"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", "5"),
+        ("max_tokens", 5.0),
+        ("temperature", None),
+        ("temperature", "hot"),
+        ("top_k", 1.5),
+        ("n", True),
+        ("seed", 1.5),
+        ("logprobs", 0.5),
+        ("logit_bias", {"5": 1.0}),
+        ("stop", 5),
+        ("stop", ["a", 5]),
+        ("stop_token_ids", ["x"]),
+        ("bad_words", "word"),
+        ("bad_words_token_ids", [["x"]]),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named(llm: LLM, name: str, value: object) -> None:
+    """Case: vllm#16529"""
+    with pytest.raises(InvalidArgumentError) as caught:
+        llm.generate("Hello", SamplingParams(**{name: value}), use_tqdm=False)  # type: ignore[arg-type]
+    (found,) = caught.value.violations
+    assert found.field == f"sampling_params.{name}"
+    assert found.limit.startswith("must ")
+
+
+def test_inputs_of_a_wrong_type_are_named(llm: LLM) -> None:
+    wrong: list[tuple[object, str]] = [(None, "prompts"), (5, "prompts"), (["a", None], "prompts[1]")]
+    for prompts, field in wrong:
+        with pytest.raises(InvalidArgumentError) as caught:
+            llm.generate(prompts, use_tqdm=False)  # type: ignore[arg-type]
+        assert caught.value.violations[0].field == field
+    for messages, field in ((5, "messages"), (["Hello"], "messages[0]"), ([{"role": "user"}, "x"], "messages")):
+        with pytest.raises(InvalidArgumentError) as caught:
+            llm.chat(messages, use_tqdm=False)  # type: ignore[arg-type]
+        assert caught.value.violations[0].field == field
+    with pytest.raises(InvalidArgumentError, match="must be SamplingParams"):
+        llm.generate("Hello", {"max_tokens": 3}, use_tqdm=False)  # type: ignore[arg-type]
+
+
+def test_a_text_is_a_message_of_the_user(llm: LLM) -> None:
+    params = SamplingParams(seed=SEED, max_tokens=4)
+    (by_text,) = llm.chat("Hello", params, use_tqdm=False)
+    (by_message,) = llm.chat([{"role": "user", "content": "Hello"}], params, use_tqdm=False)
+    assert by_text.prompt == by_message.prompt
+
+
 def test_prefix_cache_and_pressure_change_nothing(smollm2_files: Files) -> None:
     """A pool so small that requests are preempted, and shared prefixes, give the same tokens.
 
