@@ -51,6 +51,24 @@ def test_a_broken_lease_frees_everything() -> None:
     with_core(body, lease_ms=300)
 
 
+def test_a_stream_that_comes_back_in_time_ends_its_lease() -> None:
+    async def body(core: Core) -> None:
+        frontend = Frontend(core)
+        await frontend.open()
+        await frontend.add(engine_request(1, max_tokens=60_000))
+        await frontend.reads(lambda: len(frontend.tokens[1]) > 3)
+        await frontend.break_stream()
+        await asyncio.sleep(0.1)
+        await frontend.open()
+        await asyncio.sleep(1.0)
+        stats = await core.stats()
+        assert (stats.num_running, stats.num_aborted, stats.num_frontends) == (1, 0, 1), "the old lease has run out"
+        await frontend.abort(1)
+        await frontend.ended(1)
+
+    with_core(body, Script(step_s=0.005), lease_ms=600)
+
+
 def test_reconnect_gives_every_token_exactly_once() -> None:
     async def body(core: Core) -> None:
         frontend = Frontend(core)
