@@ -16,7 +16,7 @@ from typing import Any
 from pagewire.client import AsyncClient
 from pagewire.client_types import Prompt
 from pagewire.errors import InvalidArgumentError, PagewireError, violation
-from pagewire.generate import server_flag
+from pagewire.generate import seconds, server_flag
 
 FIRST_PLAIN_TOKEN = 256
 """Random prompts leave out the ids below, where vocabularies keep their special tokens."""
@@ -47,6 +47,17 @@ class Measurement:
                 yield from [(now - before) / count] * count
 
 
+def positive(text: str) -> int:
+    """The number of a flag that must be 1 or more."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer, 1 or more, and is {text!r}")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pagewire bench",
@@ -54,10 +65,14 @@ def _parser() -> argparse.ArgumentParser:
         "ids of the given length, or come from a file; answers are greedy and ignore the model's end.",
     )
     server_flag(parser)
-    parser.add_argument("--num-prompts", type=int, default=32, metavar="N", help="requests (default 32)")
-    parser.add_argument("--concurrency", type=int, default=8, metavar="N", help="requests at once (default 8)")
-    parser.add_argument("--prompt-len", type=int, default=128, metavar="TOKENS", help="tokens per prompt (default 128)")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="TOKENS", help="tokens per answer (default 64)")
+    parser.add_argument("--num-prompts", type=positive, default=32, metavar="N", help="requests (default 32)")
+    parser.add_argument("--concurrency", type=positive, default=8, metavar="N", help="requests at once (default 8)")
+    parser.add_argument(
+        "--prompt-len", type=positive, default=128, metavar="TOKENS", help="tokens per prompt (default 128)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=positive, default=64, metavar="TOKENS", help="tokens per answer (default 64)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random prompts (default 0)")
     parser.add_argument(
         "--workload",
@@ -65,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON lines with prompt, prompt_token_ids or prompt_len, and max_tokens; replaces the flags above",
     )
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="per request (default 600)")
+    parser.add_argument("--timeout", type=seconds, default=600.0, metavar="SECONDS", help="per request (default 600)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     return parser
 
@@ -88,6 +103,13 @@ def read_workload(lines: Iterable[str], vocab_size: int, rng: random.Random) -> 
             limit = "must be JSON with prompt, prompt_token_ids or prompt_len, and max_tokens"
             raise InvalidArgumentError([violation(f"line {number}", line.strip(), limit)]) from error
     return jobs
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError([violation("--workload", str(path), f"must be a text file ({error})")]) from error
 
 
 def _random_prompt(length: int, vocab_size: int, rng: random.Random) -> list[int]:
@@ -170,7 +192,7 @@ async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
     async with AsyncClient(arguments.server) as client:
         vocab_size = (await client.get_model(timeout_s=30)).info.vocab_size
         if arguments.workload is not None:
-            jobs = read_workload(arguments.workload.read_text().splitlines(), vocab_size, rng)
+            jobs = read_workload(_lines(arguments.workload), vocab_size, rng)
         else:
             lengths = [arguments.prompt_len] * arguments.num_prompts
             jobs = [Job(_random_prompt(length, vocab_size, rng), arguments.max_tokens) for length in lengths]

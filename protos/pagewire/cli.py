@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import runpy
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,9 @@ _SERVICES = {"frontend": "frontend_svc", "core": "core_svc", "worker": "worker_s
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A model says what a terminal may not be able to write.
+        sys.stdout.reconfigure(errors="replace")
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         return 0 if arguments else 2

@@ -35,7 +35,7 @@ from pagewire.client_types import (
     read_response,
 )
 from pagewire.engine import AbortOutcome
-from pagewire.errors import PagewireError, UnavailableError
+from pagewire.errors import DeadlineExceededError, PagewireError, UnavailableError
 from pagewire.runtime.status import from_rpc_error
 from pagewire.runtime.transport import TlsConfig, secure_or_insecure_channel, sync_channel
 from pagewire.sampling import SamplingParams
@@ -48,6 +48,9 @@ def _error(error: grpc.RpcError, target: str, request: object) -> PagewireError:
     found = from_rpc_error(error)
     if isinstance(found, UnavailableError) and "onnect" in found.message:
         found.message = f"no frontend answers at {target}: {found.message}"
+        found.args = (found.message,)
+    if isinstance(found, DeadlineExceededError):
+        found.message = f"the frontend at {target} did not finish before the deadline"
         found.args = (found.message,)
     found.request = request
     return found

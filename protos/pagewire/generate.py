@@ -19,7 +19,25 @@ def server_flag(parser: argparse.ArgumentParser) -> None:
     """Adds --server."""
     default = os.environ.get("PAGEWIRE_SERVER") or DEFAULT_SERVER
     help_text = f"address of a frontend (default: {DEFAULT_SERVER}; env PAGEWIRE_SERVER)"
-    parser.add_argument("--server", metavar="HOST:PORT", default=default, help=help_text)
+    parser.add_argument("--server", metavar="HOST:PORT", default=default, type=_address, help=help_text)
+
+
+def _address(text: str) -> str:
+    # Without a port gRPC takes 443, and says so nowhere.
+    if ":" not in text.strip(":"):
+        raise argparse.ArgumentTypeError(f"must be an address such as {DEFAULT_SERVER}, and is {text!r}")
+    return text
+
+
+def seconds(text: str) -> float:
+    """The value of a flag that takes a time above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, and is {text!r}")
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -37,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         help="ask through the model's chat template (default: where it has one); --no-chat continues the plain text",
     )
     parser.add_argument("--system", default="", help="system message of a chat")
-    parser.add_argument("--timeout", type=float, default=None, metavar="SECONDS", help="give up after so long")
+    parser.add_argument("--timeout", type=seconds, default=None, metavar="SECONDS", help="give up after so long")
     parser.add_argument("--quiet", action="store_true", help="no line with the count of tokens")
     add_sampling_flags(parser)
     return parser

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagewire.client import AsyncClient
-from pagewire.errors import PagewireError, UnavailableError
+from pagewire.errors import InvalidArgumentError, PagewireError, UnavailableError
 from pagewire.runtime.logs import LEVELS, setup_logging
 from pagewire.runtime.ready import Ready
 from pagewire.runtime.server import wait_for_signal
@@ -103,6 +104,21 @@ def fetch(model: str) -> None:
         raise UnavailableError(f"the model {model!r} could not be had; the message is above")
 
 
+def check_address(host: str, port: int) -> None:
+    """Tells before the model is loaded where the frontend could not listen. Raises UnavailableError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        raise UnavailableError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; "
+            "choose others with --host and --port (0 takes a free port)"
+        ) from error
+
+
 async def start_all(group: Group, settings: ServeSettings) -> list[Ready]:
     """Starts worker, core and frontend, each when the one behind it is ready."""
     timeout_s = settings.startup_timeout_s
@@ -179,6 +195,15 @@ async def supervise(settings: ServeSettings) -> int:
     return 1
 
 
+def _report(demo: asyncio.Future[None]) -> None:
+    """Raises what the demo failed of; but a prompt that this model does not take is no reason not to serve it."""
+    error = demo.exception()
+    if isinstance(error, InvalidArgumentError):
+        print(f"The model does not take this prompt ({error.message}).\n", file=sys.stderr, flush=True)
+    elif error is not None:
+        raise error
+
+
 async def _run(group: Group, settings: ServeSettings) -> str:
     """Starts everything and returns how the first process that ended did so."""
     addresses = await start_all(group, settings)
@@ -188,7 +213,7 @@ async def _run(group: Group, settings: ServeSettings) -> str:
         demo = asyncio.ensure_future(show_answer(target, settings.demo_prompt))
         await asyncio.wait((death, demo), return_when=asyncio.FIRST_COMPLETED)
         if not death.done():
-            demo.result()
+            _report(demo)
         else:
             demo.cancel()
             await asyncio.gather(demo, return_exceptions=True)
@@ -202,6 +227,7 @@ def main(argv: Sequence[str]) -> int:
     settings = parse_settings(ServeSettings, "serve", argv, description=DESCRIPTION)
     setup_logging("serve", settings.log_level)
     try:
+        check_address(settings.host.strip("[]"), settings.port)
         fetch(settings.model)
         return asyncio.run(supervise(settings))
     except PagewireError as error:

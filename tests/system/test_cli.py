@@ -65,6 +65,45 @@ def test_generate_says_what_is_wrong(deployment):
     assert "Traceback" not in nobody.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("bench", "--concurrency=0"),
+        ("bench", "--num-prompts=-1"),
+        ("bench", "--prompt-len=0"),
+        ("bench", "--max-tokens=x"),
+        ("bench", "--timeout=0"),
+        ("bench", "--server=localhost"),
+        ("generate", "--timeout=-1", "x"),
+        ("generate", "--server=", "x"),
+    ],
+)
+def test_flags_that_make_no_sense(arguments):
+    """Refused at once, with the flag and the value, and not found out by hanging."""
+    done = pagewire(*arguments)
+    assert done.returncode == 2
+    flag, _, value = arguments[1].partition("=")
+    assert f"argument {flag}: must be" in done.stderr
+    assert done.stderr.rstrip().endswith(f"and is {value!r}")
+
+
+def test_a_terminal_that_cannot_write_the_answer():
+    """Characters that the output's encoding lacks are replaced."""
+    code = "import sys; from pagewire import cli; cli.main(['--version']); print('\\u6c34 is water')"
+    command = [sys.executable, "-c", code]
+    variables = {**environment(), "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables)
+    assert done.returncode == 0, done.stderr
+    assert "? is water" in done.stdout
+
+
+def test_generate_that_takes_too_long(deployment):
+    server = f"--server={deployment.address('frontend')}"
+    done = pagewire("generate", server, "--timeout=0.2", "--max-tokens=2000", "--ignore-eos", "x")
+    assert done.returncode == 1
+    assert "did not finish before the deadline" in done.stderr
+
+
 def test_bench(deployment, tmp_path):
     server = f"--server={deployment.address('frontend')}"
     flags = ["--num-prompts=4", "--concurrency=2", "--prompt-len=16", "--max-tokens=6", "--json"]
@@ -86,6 +125,11 @@ def test_bench(deployment, tmp_path):
     bad = pagewire("bench", server, f"--workload={workload}")
     assert bad.returncode == 1
     assert "line 1" in bad.stderr
+    workload.write_bytes(b"\xff\xfe")
+    binary = pagewire("bench", server, f"--workload={workload}")
+    assert binary.returncode == 1
+    assert "must be a text file" in binary.stderr
+    assert "Traceback" not in binary.stderr
 
 
 def test_bad_setting_of_a_service():

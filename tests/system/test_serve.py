@@ -7,6 +7,7 @@ import pty
 import re
 import select
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -49,6 +50,36 @@ class Terminal:
         match = re.search(pattern, self.text)
         assert match is not None, self.text
         return match
+
+
+def test_a_port_that_is_taken_is_told_at_once():
+    """Not after a model has loaded, and nothing is started."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "pagewire.cli", "serve", f"--port={port}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert "choose others with --host and --port" in done.stderr
+    assert "worker" not in done.stderr
+
+
+def test_a_demo_that_the_model_refuses_does_not_end_serving():
+    terminal = Terminal(
+        [sys.executable, "-m", "pagewire.cli", "serve", "--port=0", "--max-model-len=16", *WORKER_FLAGS]
+    )
+    try:
+        terminal.read_until(r"The model does not take this prompt \(messages is ", START_S)
+        terminal.read_until(r"Ctrl-C ends it", 30)
+        os.write(terminal.master, b"\x03")
+        terminal.read_until("all processes have ended", 30)
+        assert terminal.popen.wait(10) == 0
+    finally:
+        terminal.popen.kill()
+        terminal.popen.wait(10)
+        os.close(terminal.master)
 
 
 def test_serve_in_a_terminal():
