@@ -104,8 +104,8 @@ class ExecuteSession:
         self.outgoing.put_nowait(error)
 
     def prompt_heartbeat(self) -> None:
-        """Makes the stream send a heartbeat if a plan is pending."""
-        if self.num_pending and not self._is_ended:
+        """Makes the stream send a heartbeat if a plan is pending and nothing else is about to be sent."""
+        if self.num_pending and not self._is_ended and self.outgoing.empty():
             self.outgoing.put_nowait(HeartbeatDue())
 
     async def wait_idle(self) -> None:
@@ -113,8 +113,9 @@ class ExecuteSession:
         await self._idle.wait()
 
     def _queue(self, execute: object, key: tuple[int, int]) -> None:
-        if self.num_pending >= MAX_PENDING_PLANS:
-            self.end(ResourceExhaustedError(f"more than {MAX_PENDING_PLANS} plans are pending on the stream"))
+        # Results count until they are taken: a core that sends and does not read must not fill the memory.
+        if self.num_pending + self.outgoing.qsize() >= MAX_PENDING_PLANS:
+            self.end(ResourceExhaustedError(f"more than {MAX_PENDING_PLANS} plans or results wait on the stream"))
             return
         self.num_pending += 1
         self._idle.clear()

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
-# cgroup version 2, then version 1: limit and use.
+# cgroup version 2, then version 1: folder, limit, use, and what of the use is file pages that the kernel gives back
+# when memory is short. A model file that was just read is all such pages.
 _CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 DEFAULT_CPU_BUDGET_BYTES = 2 << 30
 _CPU_SHARE, _CUDA_SHARE = 0.25, 0.9
@@ -21,10 +22,10 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     found = [_host_available_bytes()]
-    for limit_file, usage_file in _CGROUPS:
-        limit, usage = _read_int(limit_file), _read_int(usage_file)
+    for folder, limit_file, usage_file, reclaimable in _CGROUPS:
+        limit, usage = _read_int(f"{folder}/{limit_file}"), _read_int(f"{folder}/{usage_file}")
         if limit is not None and usage is not None:
-            found.append(max(limit - usage, 0))
+            found.append(max(limit - usage + _read_stat(f"{folder}/memory.stat", reclaimable), 0))
     return min(found)
 
 
@@ -47,6 +48,14 @@ def _host_available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _read_stat(path: str, name: str) -> int:
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
 
 
 def _read_int(path: str) -> int | None:

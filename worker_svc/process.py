@@ -21,7 +21,12 @@ async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
     """Serves until a signal; returns the exit status."""
     incarnation = new_incarnation()
     worker = Worker(
-        settings.device, settings.model, settings.kv_cache_memory, num_threads=settings.num_threads or _num_cores()
+        settings.device,
+        settings.model,
+        settings.kv_cache_memory,
+        default_dtype=settings.dtype,
+        default_max_model_len=settings.max_model_len,
+        num_threads=settings.num_threads or _num_cores(),
     )
     server = GrpcServer(
         [SERVICE_NAME],
@@ -35,9 +40,7 @@ async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
     port = await server.start()
     signalled = asyncio.ensure_future(wait_for_signal())
     if settings.preload:
-        loading = asyncio.wrap_future(
-            compute.submit(lambda: worker.load_model(dtype=settings.dtype, max_model_len=settings.max_model_len))
-        )
+        loading = asyncio.wrap_future(compute.submit(worker.load_model))
         await asyncio.wait((signalled, loading), return_when=asyncio.FIRST_COMPLETED)
         if not signalled.done() and loading.exception() is not None:
             await server.drain(0.0)

@@ -19,10 +19,10 @@ class WorkerSettings(CommonSettings):
     preload: bool = setting(False, help="load the model before the worker is ready, not when the core asks")
     dtype: str = setting(
         "",
-        help="type of weights of the preloaded model",
+        help="type of weights of --model",
         choices=("", "float32", "bfloat16", "float16"),
     )
-    max_model_len: int = setting(0, help="longest sequence of the preloaded model; 0 is the model's own limit", low=0)
+    max_model_len: int = setting(0, help="longest sequence of --model; 0 is the model's own limit", low=0)
     kv_cache_memory: int = setting(
         0,
         help="memory for the KV pool; 0 takes 2 GiB but at most a quarter of what is available (90 % of a GPU's)",

@@ -60,11 +60,23 @@ class Worker:
     """
 
     def __init__(
-        self, device: str = "cpu", default_model: str = "", kv_cache_memory_bytes: int = 0, *, num_threads: int = 0
+        self,
+        device: str = "cpu",
+        default_model: str = "",
+        kv_cache_memory_bytes: int = 0,
+        *,
+        default_dtype: str = "",
+        default_max_model_len: int = 0,
+        num_threads: int = 0,
     ) -> None:
-        """kv_cache_memory_bytes: the pool's budget where the core names none; 0 takes the default share."""
+        """What holds where the core says nothing.
+
+        kv_cache_memory_bytes is the pool's budget, 0 takes the default share. The type and the longest sequence
+        belong to the default model and hold only where the core leaves the model open.
+        """
         self._device = torch.device(device)
         self._default_model = default_model
+        self._default_dtype, self._default_max_model_len = default_dtype, default_max_model_len
         self._kv_cache_memory_bytes = kv_cache_memory_bytes
         self._num_threads = num_threads
         self._loaded: LoadedModel | None = None
@@ -113,6 +125,8 @@ class Worker:
         source = model or self._default_model
         if not source:
             raise InvalidArgumentError([violation("model", model, "must be given: the worker has no default model")])
+        if not model:
+            dtype, max_model_len = dtype or self._default_dtype, max_model_len or self._default_max_model_len
         request = LoadRequest(source, revision, dtype, quantization, max_model_len, force_generic, load_format)
         if self._loaded is not None and request == self._load_request:
             self.wake_up()
