@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
+
+from packaging.version import Version
+from transformers.utils import import_utils
 
 # Pretends that Pagewire has a version which transformers would accept for its `kernels`.
 PRETEND = """
@@ -43,3 +47,10 @@ def test_transformers_would_be_fooled_by_some_version() -> None:
 def test_guard_holds_whatever_our_version() -> None:
     result = run(PRETEND + "import worker_svc.models\n" + USE)
     assert result.stdout.split() == ["False", "kernels.norm"], result.stderr
+
+
+def test_our_version_is_none_that_transformers_accepts() -> None:
+    """Code that imports transformers' models without us has no guard: a release in that range would break it."""
+    ours = Version(importlib.metadata.version("pagewire"))
+    lowest, highest = Version(import_utils.KERNELS_MIN_VERSION), Version(import_utils.KERNELS_MAX_VERSION)
+    assert not lowest <= ours < highest
