@@ -160,14 +160,18 @@ class CoreSession:
     async def _send_aborts(self) -> None:
         try:
             while self._aborts:
-                reason, ids = self._aborts.popitem()
-                try:
-                    await self.client.abort(ids, reason)
-                except PagewireError as error:
-                    # The core is gone or going; its lease ends what it has of ours.
-                    log.warning("%d requests could not be aborted (%s): %s", len(ids), reason.name, error)
+                aborts, self._aborts = self._aborts, {}
+                # At once: the core answers after a step, and one reason must not wait for another's answer.
+                await asyncio.gather(*(self._send_abort(ids, reason) for reason, ids in aborts.items()))
         finally:
             self._abort_task = None
+
+    async def _send_abort(self, ids: list[int], reason: AbortReason) -> None:
+        try:
+            await self.client.abort(ids, reason)
+        except PagewireError as error:
+            # The core is in a long step and ends them after it; or it is gone, and its lease ends what it has of ours.
+            log.warning("the core has not confirmed the end of %d requests (%s): %s", len(ids), reason.name, error)
 
     async def pump(self) -> None:
         """Feeds outputs until the core is lost. Raises the error that says why."""

@@ -40,6 +40,29 @@ def slow(latency_s: float = 0.01, **more: object) -> CoreOptions:
     return CoreOptions(options=FakeOptions(latency_s=latency_s), **more)  # type: ignore[arg-type]
 
 
+def test_an_abort_does_not_wait_for_the_answer_to_another(
+    smollm2_files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reason is a call of its own, and a core answers after its step; in turn they would take many steps."""
+
+    async def scenario() -> None:
+        async with frontend("inprocess", smollm2_files) as f:
+            session, sent = f.service.session, asyncio.Event()
+            seen: list[AbortReason] = []
+
+            async def abort(request_ids: list[int], reason: AbortReason) -> list[object]:
+                seen.append(reason)
+                await sent.wait()
+                return []
+
+            monkeypatch.setattr(session.client, "abort", abort)
+            session.send({AbortReason.CLIENT: [1], AbortReason.STOP_STRING: [2], AbortReason.DEADLINE: [3]})
+            await eventually(lambda: len(seen) == 3)
+            sent.set()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("output_kind", [types_pb2.OUTPUT_KIND_DELTA, types_pb2.OUTPUT_KIND_FINAL_ONLY])
 def test_cancelled_call_frees_the_core(
     kind: str, output_kind: types_pb2.OutputKind.ValueType, smollm2_files: Files
