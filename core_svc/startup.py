@@ -107,7 +107,9 @@ class CoreProcess:
     async def stop(self, drain_s: float) -> None:
         """Refuses new requests, lets running ones end for `drain_s`, aborts the rest, delivers, and lets go."""
         self._is_stopping = True
-        self._servicer.unavailable = "the core is shutting down"
+        failure = self.failed.exception() if self.failed.done() else None
+        why = "the core is shutting down" if failure is None else f"the core ends: {explain(failure)}"
+        self._servicer.unavailable = why
         await self._server.set_ready(False)
         self._link.stop()
         engine, thread = self._engine, self._engine_thread
@@ -122,7 +124,7 @@ class CoreProcess:
                 await asyncio.sleep(0.01)
         for task in self._tasks:
             task.cancel()
-        self._hub.end_all(UnavailableError("the core is shutting down"))
+        self._hub.end_all(UnavailableError(why))
         await self._server.drain(1.0)
         await self._in_thread(self._executor.shutdown)
 

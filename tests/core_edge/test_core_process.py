@@ -259,7 +259,7 @@ def test_a_fault_in_the_loop_ends_streams_calls_and_process() -> None:
             await frontend.add(engine_request(1, max_tokens=50))
             waiting = core.stub.Utility(core_pb2.UtilityRequest(pause=pause), timeout=15)
             error = await frontend.stream_error()
-            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            assert error.code() is grpc.StatusCode.UNAVAILABLE and "a fault of ours" in str(error.details())
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await waiting
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
