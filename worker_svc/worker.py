@@ -74,7 +74,10 @@ class Worker:
         kv_cache_memory_bytes is the pool's budget, 0 takes the default share. The type and the longest sequence
         belong to the default model and hold only where the core leaves the model open.
         """
-        self._device = torch.device(device)
+        try:
+            self._device = torch.device(device)
+        except RuntimeError as error:
+            raise InvalidArgumentError([violation("device", device, "must be cpu, cuda or cuda:<index>")]) from error
         self._default_model = default_model
         self._default_dtype, self._default_max_model_len = default_dtype, default_max_model_len
         self._kv_cache_memory_bytes = kv_cache_memory_bytes

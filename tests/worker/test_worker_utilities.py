@@ -5,9 +5,11 @@ from pathlib import Path
 import grpc
 import pytest
 
+from pagewire.errors import InvalidArgumentError
 from pagewire.types_wire import TokenizerAssembler
 from tests.worker.mini_core import request
 from tests.worker.worker_support import PROMPT, core_on, fails
+from worker_svc.worker import Worker
 
 
 def test_tokenizer_comes_in_checked_chunks(loaded):
@@ -58,3 +60,9 @@ def test_utilities_that_are_not_there(loaded):
         loaded.utility()
     with fails(grpc.StatusCode.INVALID_ARGUMENT, "level"):
         loaded.utility(sleep={"level": 3})
+
+
+def test_a_device_that_torch_does_not_know_is_named():
+    """An LLM or a process with a mistyped device gets the field, not torch's words."""
+    with pytest.raises(InvalidArgumentError, match="device is 'tpu': must be cpu, cuda or cuda:<index>"):
+        Worker(device="tpu")
