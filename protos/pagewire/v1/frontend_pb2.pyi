@@ -322,7 +322,7 @@ class ChatMessage(_message.Message):
     tool_call_id: _builtins.str
     """For CHAT_ROLE_TOOL: the call that this answers."""
     tool_calls_json: _builtins.str
-    """For CHAT_ROLE_ASSISTANT: tool calls as a JSON list."""
+    """For CHAT_ROLE_ASSISTANT: tool calls as a JSON list, at most 4 MiB."""
     def __init__(
         self,
         *,
@@ -373,18 +373,18 @@ class ChatRequest(_message.Message):
     adapter: _builtins.str
     """Adapter by name. Empty: none."""
     tools_json: _builtins.str
-    """Tools as a JSON list of function schemas, for templates that know them."""
+    """Tools as a JSON list of function schemas, for templates that know them; at most 4 MiB."""
     add_generation_prompt: _builtins.bool
     """Start the assistant's turn after the conversation. Default true."""
     continue_final_message: _builtins.bool
     """Leave the last message open, so that the model continues it. Excludes add_generation_prompt."""
     template_kwargs_json: _builtins.str
-    """Further variables for the template, as a JSON object."""
+    """Further variables for the template, as a JSON object of at most 4 MiB."""
     return_prompt_token_ids: _builtins.bool
     """Return the prompt's token ids in the first message."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """The conversation so far; must not be empty."""
+        """The conversation so far; must not be empty; at most 65,536 messages."""
 
     @_builtins.property
     def sampling_params(self) -> _types_pb2.SamplingParams:
@@ -580,7 +580,7 @@ class TokenizeRequest(_message.Message):
         """Start the assistant's turn after them. Default true."""
         @_builtins.property
         def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-            """Its messages; must not be empty."""
+            """Its messages; must not be empty; at most 65,536."""
 
         def __init__(
             self,
@@ -686,7 +686,7 @@ class DetokenizeRequest(_message.Message):
     """Leave special tokens out. Default false."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids, each in [0, vocabulary size)."""
+        """The ids, each in [0, vocabulary size); at most 1,048,576."""
 
     def __init__(
         self,

@@ -391,7 +391,7 @@ class SamplingParams(_message.Message):
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these token ids, each in [-100, 100]."""
+        """Added to the logits of these token ids, each in [-100, 100]; at most 262,144."""
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
