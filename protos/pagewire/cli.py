@@ -56,7 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in _SERVICES:
         # By name and not by import: this package knows no service.
         sys.argv = [f"pagewire {command}", *rest]
-        runpy.run_module(_SERVICES[command], run_name="__main__", alter_sys=False)
+        try:
+            runpy.run_module(_SERVICES[command], run_name="__main__", alter_sys=False)
+        except ModuleNotFoundError as error:
+            extra = _SERVICES[command].partition("_")[0]
+            print(
+                f"pagewire {command}: the package {error.name!r} is not installed; "
+                f"pip install 'pagewire[{extra}]' has what this command needs",
+                file=sys.stderr,
+            )
+            return 1
         return 0
     print(f"pagewire: there is no command {command!r}\n\n{USAGE}", end="", file=sys.stderr)
     return 2

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,8 @@ from pagewire.supervisor import Group
 
 DESCRIPTION = """Serve a model on this machine: fetches it where needed, starts worker, core and frontend as three
 processes, waits until they are healthy, streams one answer to the terminal, and serves until Ctrl-C. Flags that are
-left out do not reach a process, so that its own variables (PAGEWIRE_CORE_..., see `pagewire core --help`) count."""
+left out do not reach a process, so that its own variables (PAGEWIRE_CORE_..., see `pagewire core --help`) count, except
+model, host and port: only serve's own, or those of all, are read."""
 
 _PASSED_ON = {
     "worker": ("model", "device", "kv_cache_memory", "num_threads", "log_level", "drain_s", "max_message_bytes"),
@@ -81,13 +82,17 @@ class ServeSettings:
     demo_prompt: str = setting("In one sentence: what is the sea made of?", help="what that answer is about")
 
 
-def arguments_for(service: str, settings: ServeSettings) -> list[str]:
-    """The flags of one process: what `settings` has that is not a default."""
+def arguments_for(service: str, settings: ServeSettings, sources: Mapping[str, str]) -> list[str]:
+    """The flags of one process: what was given to `pagewire serve`, by flag or by variable of its own.
+
+    Not what comes from a variable of all (`sources` says): the process reads that itself, after its own variables.
+    """
     found = []
     for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
+        value, source = getattr(settings, field.name), sources.get(field.name, "")
+        is_given = source.startswith(("--", "PAGEWIRE_SERVE_"))
         always = field.name in ("host", "port", "model")
-        if field.name not in _PASSED_ON[service] or (value == field.default and not always):
+        if field.name not in _PASSED_ON[service] or not (is_given or always):
             continue
         flag = field.name.replace("_", "-")
         if isinstance(value, bool):
@@ -119,13 +124,13 @@ def check_address(host: str, port: int) -> None:
         ) from error
 
 
-async def start_all(group: Group, settings: ServeSettings) -> list[Ready]:
+async def start_all(group: Group, settings: ServeSettings, sources: Mapping[str, str]) -> list[Ready]:
     """Starts worker, core and frontend, each when the one behind it is ready."""
     timeout_s = settings.startup_timeout_s
-    worker = await group.start("worker", ["--port=0", *arguments_for("worker", settings)], timeout_s)
-    core_arguments = ["--port=0", f"--worker={worker.address}", *arguments_for("core", settings)]
+    worker = await group.start("worker", ["--port=0", *arguments_for("worker", settings, sources)], timeout_s)
+    core_arguments = ["--port=0", f"--worker={worker.address}", *arguments_for("core", settings, sources)]
     core = await group.start("core", core_arguments, timeout_s)
-    frontend_arguments = [f"--core={core.address}", *arguments_for("frontend", settings)]
+    frontend_arguments = [f"--core={core.address}", *arguments_for("frontend", settings, sources)]
     frontend = await group.start("frontend", frontend_arguments, timeout_s)
     return [frontend, core, worker]
 
@@ -171,11 +176,11 @@ def print_addresses(model: str, addresses: Sequence[Ready], target: str) -> None
     print("\nCtrl-C ends it.", flush=True)
 
 
-async def supervise(settings: ServeSettings) -> int:
+async def supervise(settings: ServeSettings, sources: Mapping[str, str]) -> int:
     """Runs the group until a signal (status 0 after a clean drain) or a death or failed start (1)."""
     group = Group()
     signalled = asyncio.ensure_future(wait_for_signal())
-    running = asyncio.ensure_future(_run(group, settings))
+    running = asyncio.ensure_future(_run(group, settings, sources))
     await asyncio.wait((signalled, running), return_when=asyncio.FIRST_COMPLETED)
     if signalled.done():
         running.cancel()
@@ -204,9 +209,9 @@ def _report(demo: asyncio.Future[None]) -> None:
         raise error
 
 
-async def _run(group: Group, settings: ServeSettings) -> str:
+async def _run(group: Group, settings: ServeSettings, sources: Mapping[str, str]) -> str:
     """Starts everything and returns how the first process that ended did so."""
-    addresses = await start_all(group, settings)
+    addresses = await start_all(group, settings, sources)
     target = _reachable(addresses[0])
     death = asyncio.ensure_future(group.wait_for_death())
     if settings.demo:
@@ -224,12 +229,13 @@ async def _run(group: Group, settings: ServeSettings) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Runs `pagewire serve`; returns the exit status."""
-    settings = parse_settings(ServeSettings, "serve", argv, description=DESCRIPTION)
+    sources: dict[str, str] = {}
+    settings = parse_settings(ServeSettings, "serve", argv, description=DESCRIPTION, sources=sources)
     setup_logging("serve", settings.log_level)
     try:
         check_address(settings.host.strip("[]"), settings.port)
         fetch(settings.model)
-        return asyncio.run(supervise(settings))
+        return asyncio.run(supervise(settings, sources))
     except PagewireError as error:
         print(f"pagewire serve: {error.message}", file=sys.stderr)
         return 1

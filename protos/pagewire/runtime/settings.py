@@ -99,8 +99,12 @@ def parse_settings(
     environ: Mapping[str, str] = os.environ,
     description: str | None = None,
     prog: str | None = None,
+    sources: dict[str, str] | None = None,
 ) -> T:
-    """An instance of the dataclass `cls` from `argv` (without the program's name), the environment and defaults."""
+    """An instance of the dataclass `cls` from `argv` (without the program's name), the environment and defaults.
+
+    `sources`, where given, is filled with the flag or variable behind every field that is no default.
+    """
     parser = argparse.ArgumentParser(
         prog=prog or f"pagewire {service}",
         description=description if description is not None else (cls.__doc__ or "").strip(),
@@ -119,6 +123,8 @@ def parse_settings(
             if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
                 parser.error(f"{_flag(field.name)} or {_variables(field.name, service)[0]} must be given")
             continue
+        if sources is not None:
+            sources[field.name] = source
         try:
             values[field.name] = raw if isinstance(raw, bool) else _parse(raw, hints[field.name], field)
         except ValueError as error:
