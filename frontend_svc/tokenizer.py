@@ -38,12 +38,15 @@ class Tokenizer:
         files: the exported files by name; tokenizer.json is needed, tokenizer_config.json is used where it is there.
 
     Raises:
+        InvalidArgumentError: the model came without a tokenizer.
         InternalError: the files make no tokenizer.
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         if TOKENIZER_FILE not in files:
-            raise InternalError(f"the model's tokenizer has no {TOKENIZER_FILE}, only {sorted(files)}")
+            # Not a fault of ours: a directory of weights and configuration alone loads in the worker.
+            limit = f"has no tokenizer: put its {TOKENIZER_FILE} and tokenizer_config.json beside its weights"
+            raise InvalidArgumentError([violation("model", sorted(files), limit)], reason="NO_TOKENIZER")
         try:
             self._backend = Backend.from_buffer(files[TOKENIZER_FILE])
         except Exception as error:  # the library raises bare Exception

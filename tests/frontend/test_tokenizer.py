@@ -81,8 +81,14 @@ def test_kinds_of_decoders(smollm2: Tokenizer, sentencepiece: Tokenizer, wordpie
 
 @pytest.mark.parametrize(
     "files",
-    [{}, {"tokenizer.json": b"{"}, {"tokenizer.json": b"{}"}, {"tokenizer.json": b"\xff"}],
+    [{"tokenizer.json": b"{"}, {"tokenizer.json": b"{}"}, {"tokenizer.json": b"\xff"}],
 )
 def test_broken_files(files: dict[str, bytes]) -> None:
     with pytest.raises(InternalError, match=r"tokenizer\.json"):
+        Tokenizer(files)
+
+
+@pytest.mark.parametrize("files", [{}, {"generation_config.json": b"{}"}])
+def test_a_model_without_tokenizer_says_what_is_missing(files: dict[str, bytes]) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"put its tokenizer\.json"):
         Tokenizer(files)

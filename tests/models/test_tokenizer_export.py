@@ -72,7 +72,7 @@ def test_eos_falls_back_to_the_tokenizer(directory: Path) -> None:
 
 
 def test_no_tokenizer(directory: Path) -> None:
-    """A model without one takes token ids only."""
+    """A model without one loads; the frontend says what is missing."""
     assert set(load_model(str(directory)).tokenizer_files) == {"generation_config.json"}
 
 

@@ -40,7 +40,7 @@ _TOKENIZER_FILES = (
 def load_tokenizer(files: ModelFiles) -> Any | None:
     """The model's tokenizer, or None where the directory has none. Raises InvalidArgumentError for a broken one."""
     if not files.gguf_file and not any((files.directory / name).is_file() for name in _TOKENIZER_FILES):
-        logger.warning("model %s has no tokenizer: it takes token ids only", files.name)
+        logger.warning("model %s has no tokenizer: no frontend can serve it", files.name)
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(files.directory, **files.load_args())
