@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from core_svc.request import Request
+from core_svc.request import Request, RequestStatus
 
 _Entry = tuple[tuple[int, int, int], Request]
 
@@ -36,11 +36,19 @@ class RequestQueue:
             self._num_ended -= 1
         return self._heap[0][1] if self._heap else None
 
-    def pop(self) -> Request:
-        """Takes the next request. Raises IndexError when there is none."""
-        if self.peek() is None:
-            raise IndexError("no request waits")
-        return heapq.heappop(self._heap)[1]
+    def peek_preempted(self) -> Request | None:
+        """The next one of those that ran before, or None. Looks at all that wait: for pauses, not for every step."""
+        preempted = (entry for entry in self._heap if entry[1].status is RequestStatus.PREEMPTED)
+        found = min(preempted, default=None)
+        return found[1] if found is not None else None
+
+    def remove(self, request: Request) -> None:
+        """Takes a request that waits; the next one at the cost of a heap, others at that of a list."""
+        if self._heap[0][1] is request:
+            heapq.heappop(self._heap)
+        else:
+            self._heap.remove((request.order, request))
+            heapq.heapify(self._heap)
 
     def note_ended(self) -> None:
         """One of the requests in here ended."""

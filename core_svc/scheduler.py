@@ -123,7 +123,7 @@ class Scheduler:
         """Whether schedule would return a step."""
         if self._released_slots or (self.running and self.pause_state is not PauseState.FROZEN):
             return True
-        return bool(self.requests) and self.pause_state is PauseState.UNPAUSED
+        return bool(self.requests) and self._next_waiting() is not None
 
     def schedule(self, *, is_prefill_throttled: bool = False) -> ScheduledStep | None:
         """Plans the next step; None if there is nothing to compute and nothing to tell the worker.
@@ -139,7 +139,7 @@ class Scheduler:
         num_preemptions = self.stats.num_preemptions
         budget = self._schedule_running(builder, budget, is_throttled)
         has_preempted = self.stats.num_preemptions > num_preemptions
-        if not has_preempted and not is_throttled and self.pause_state is PauseState.UNPAUSED:
+        if not has_preempted and not is_throttled:
             budget = self._schedule_waiting(builder, budget)
         assert budget >= 0 and len(builder.requests) <= len(self.running) <= self.config.max_num_seqs
         if not builder.requests and not self._released_slots:
@@ -185,7 +185,7 @@ class Scheduler:
         """
         num_promised_blocks = -1
         while budget > 0 and len(self.running) < self.config.max_num_seqs:
-            request = self.waiting.peek()
+            request = self._next_waiting()
             if request is None:
                 break
             if num_promised_blocks < 0:
@@ -201,11 +201,23 @@ class Scheduler:
             if block_ids is None:
                 break
             num_promised_blocks += self.kv.num_missing_blocks(request)
-            self._admit(self.waiting.pop(), num_computed_tokens)
+            self.waiting.remove(request)
+            self._admit(request, num_computed_tokens)
             builder.add_new(request, num_new_tokens, block_ids)
             self._advance(request, num_new_tokens)
             budget -= num_new_tokens
         return budget
+
+    def _next_waiting(self) -> Request | None:
+        """Who is admitted next; in a pause that lets what runs finish, only those that ran before."""
+        if self.pause_state is PauseState.NO_ADMISSION:
+            return self.waiting.peek_preempted()
+        return self.waiting.peek() if self.pause_state is PauseState.UNPAUSED else None
+
+    @property
+    def has_started_requests(self) -> bool:
+        """Whether any request runs, or ran and waits to run again."""
+        return bool(self.running) or self.waiting.peek_preempted() is not None
 
     def _num_new_tokens(self, request: Request, num_computed_tokens: int, budget: int) -> int:
         """How much of its debt the request may pay in this step; 0 where its log-probabilities have no room left."""

@@ -62,8 +62,14 @@ class Utilities:
             reject(message.future, InternalError(f"{type(message.command).__name__} failed"))
 
     def answer_pauses(self) -> None:
-        """Answers the pauses that waited for running requests, once there are none. Called in every step."""
-        if not self._waiting_pauses or self._engine.scheduler.running:
+        """Answers the pauses that waited for running requests, once there are none. Called in every step.
+
+        A request that was preempted meanwhile runs again first; in sleep nothing does, and the pause has its way.
+        """
+        if not self._waiting_pauses:
+            return
+        scheduler = self._engine.scheduler
+        if scheduler.running or (scheduler.has_started_requests and not self._engine.sleep_level):
             return
         pauses, self._waiting_pauses = self._waiting_pauses, []
         for command, future in pauses:

@@ -26,16 +26,33 @@ def request(sequence: int, priority: int = 0, arrival: int = 0, *, is_priority_p
     )
 
 
+def take(queue: RequestQueue) -> Request:
+    found = queue.peek()
+    assert found is not None
+    queue.remove(found)
+    return found
+
+
 def test_the_queue_follows_the_policy_of_its_requests() -> None:
     kinds = [(5, 1), (0, 9), (0, 3), (5, 0), (-3, 7)]
     for is_priority_policy, expected in ((True, [4, 2, 1, 3, 0]), (False, [0, 1, 2, 3, 4])):
         queue = RequestQueue()
         for sequence, (priority, arrival) in enumerate(kinds):
             queue.push(request(sequence, priority, arrival, is_priority_policy=is_priority_policy))
-        assert [queue.pop().key[1] for _ in kinds] == expected
-        assert queue.peek() is None
-        with pytest.raises(IndexError):
-            queue.pop()
+        assert [take(queue).key[1] for _ in kinds] == expected
+        assert queue.peek() is None and queue.peek_preempted() is None
+
+
+def test_preempted_requests_are_found_behind_others() -> None:
+    queue = RequestQueue()
+    waiting = [request(sequence, priority) for sequence, priority in enumerate((0, 3, 1, 2))]
+    for each in waiting:
+        queue.push(each)
+    waiting[1].status = waiting[3].status = RequestStatus.PREEMPTED
+    assert queue.peek_preempted() is waiting[3] and queue.peek() is waiting[0]
+    queue.remove(waiting[3])
+    assert queue.peek_preempted() is waiting[1]
+    assert [take(queue) for _ in range(3)] == [waiting[0], waiting[2], waiting[1]]
 
 
 def test_ended_requests_leave_the_queue_without_a_search() -> None:
@@ -50,7 +67,7 @@ def test_ended_requests_leave_the_queue_without_a_search() -> None:
             queue.note_ended()
         assert len(queue) == len(alive)
         assert len(queue._heap) <= 2 * len(alive) + 1, "the heap does not grow with what has ended"
-    popped = [queue.pop() for _ in range(len(queue))]
+    popped = [take(queue) for _ in range(len(queue))]
     assert popped == sorted(alive.values(), key=lambda r: r.order) and queue.peek() is None
 
 

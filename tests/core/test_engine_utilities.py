@@ -212,14 +212,51 @@ def test_kv_events_follow_the_cache() -> None:
     assert found == set(harness.scheduler.kv.pool.cached_blocks)
 
 
-@pytest.mark.parametrize("command", [Sleep(1), ResetPrefixCache(preempt_running=True)])
-def test_a_pause_that_waits_is_answered_when_a_command_preempts_what_ran(command: Command) -> None:
+def test_a_pause_that_waits_is_answered_by_sleep() -> None:
     harness = two_running_one_waiting()
     paused = harness.engine.utility(Pause(PauseMode.WAIT))
     harness.step()
     assert not paused.done()
-    call(harness, command)
+    call(harness, Sleep(1))
     assert paused.result(0) == 0
     call(harness, WakeUp())
+    call(harness, Resume())
+    finish_all(harness)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_case_12_pause_wait_lets_preempted_requests_finish_too(policy: str) -> None:
+    """What ran is not new: it comes back although nothing new is admitted, whatever stands before it in the queue."""
+    harness = Harness(num_blocks=8, block_size=4, max_num_seqs=4, policy=policy)
+    asked = [make_request(i, 4, params(16), priority=1, arrival_time_ns=i) for i in range(2)]
+    harness.add(*asked)
+    harness.step()
+    harness.add(make_request(7, 4, params(4), priority=0, arrival_time_ns=9))
+    paused = harness.engine.utility(Pause(PauseMode.WAIT))
+    for _ in range(80):
+        if paused.done():
+            break
+        assert any(harness.of(request.request_id).reason is None for request in asked)
+        harness.step()
+    assert paused.result(0) == 0 and harness.engine.stats().num_preemptions > 0
+    for request in asked:
+        assert harness.of(request.request_id).tokens == expected_tokens(harness, request)
+    assert harness.of(7).num_messages == 0
+    call(harness, Resume())
+    harness.run()
+    assert harness.of(7).reason is FinishReason.LENGTH
+    assert_engine_empty(harness)
+
+
+def test_a_pause_that_waits_outlasts_a_reset_of_the_cache() -> None:
+    harness = two_running_one_waiting()
+    paused = harness.engine.utility(Pause(PauseMode.WAIT))
+    harness.step()
+    call(harness, ResetPrefixCache(preempt_running=True))
+    assert not paused.done() and harness.of(0).reason is None
+    for _ in range(20):
+        harness.step()
+    assert paused.result(0) == 0
+    assert harness.of(0).reason is harness.of(1).reason is FinishReason.LENGTH and harness.of(2).num_messages == 0
     call(harness, Resume())
     finish_all(harness)

@@ -26,7 +26,7 @@ from pagewire.v1 import core_pb2, core_pb2_grpc
 from tests.identity.prompts import PROMPTS
 from tests.system.deployment import Deployment
 
-CORE_FLAGS = ("--num-kv-blocks=160", "--max-num-seqs=24", "--max-num-batched-tokens=256", "--dtype=float32")
+CORE_FLAGS = ("--num-kv-blocks=64", "--max-num-seqs=24", "--max-num-batched-tokens=256", "--dtype=float32")
 GROWTH = 1.15
 """Most that resident memory may grow from the first third of the run to its end."""
 
