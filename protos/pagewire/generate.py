@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     arguments = _parser().parse_args(argv)
-    prompt = sys.stdin.read() if arguments.prompt in (None, "-") else arguments.prompt
+    prompt = _read_prompt() if arguments.prompt in (None, "-") else arguments.prompt
     try:
         with Client(arguments.server, timeout_s=arguments.timeout) as client:
             _ask(client, prompt, arguments)
@@ -79,6 +79,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _read_prompt() -> str:
+    if sys.stdin.isatty():
+        print("Type the prompt; Ctrl-D on an empty line ends it.", file=sys.stderr)
+    return sys.stdin.read()
+
+
 def _ask(client: Client, prompt: str, arguments: argparse.Namespace) -> None:
     sampling = sampling_from_flags(arguments)
     is_chat = arguments.chat if arguments.chat is not None else client.get_model().has_chat_template
@@ -89,12 +95,14 @@ def _ask(client: Client, prompt: str, arguments: argparse.Namespace) -> None:
     else:
         parts = client.generate(prompt, **sampling)
     if sampling.get("n", 1) > 1:
-        _print_all(list(parts))
-        return
-    last: Response | None = None
-    for last in parts:
-        print(last.text, end="", flush=True)
-    print(flush=True)
+        collected = list(parts)
+        _print_all(collected)
+        last = collected[-1] if collected else None
+    else:
+        last = None
+        for last in parts:
+            print(last.text, end="", flush=True)
+        print(flush=True)
     if last is not None and last.usage is not None and not arguments.quiet:
         usage, reason = last.usage, next((o.finish_reason for o in last.outputs if o.finish_reason), None)
         print(
