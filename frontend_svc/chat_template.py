@@ -7,6 +7,7 @@ that the same template gives the same text.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -19,7 +20,9 @@ import jinja2.runtime
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from frontend_svc.tokenizer import Tokenizer
-from pagewire.errors import InternalError, InvalidArgumentError, violation
+from pagewire.errors import FailedPreconditionError, InvalidArgumentError, violation
+
+log = logging.getLogger(__name__)
 
 TEMPLATE_FILE = "chat_template.jinja"
 MAX_RENDERED_CHARACTERS = 64 * 2**20
@@ -90,12 +93,15 @@ class ChatTemplate:
         self._special_tokens = tokenizer.special_tokens_map
         self._sources = _sources(files, tokenizer.config)
         self._compiled: dict[str, jinja2.Template] = {}
+        self._broken: dict[str, str] = {}
+        """Why a template can't be used, by name: a model without a working one can still complete prompts."""
         environment = _environment()
         for name, source in self._sources.items():
             try:
                 self._compiled[name] = environment.from_string(source)
             except jinja2.TemplateError as error:
-                raise InternalError(f"the model's chat template {name!r} cannot be compiled: {error}") from error
+                self._broken[name] = f"the model's chat template {name!r} cannot be compiled: {error}"
+                log.warning("%s; only Generate is served", self._broken[name])
 
     @property
     def is_present(self) -> bool:
@@ -114,8 +120,11 @@ class ChatTemplate:
 
         Raises:
             InvalidArgumentError: there is no template, or it refuses these messages.
+            FailedPreconditionError: the template is broken.
         """
         name = "tool_use" if tools is not None and "tool_use" in self._compiled else "default"
+        if name in self._broken:
+            raise FailedPreconditionError(self._broken[name], reason="BROKEN_CHAT_TEMPLATE")
         if name not in self._compiled:
             raise InvalidArgumentError(
                 [violation("messages", f"{len(messages)} messages", "the model has no chat template; use Generate")]

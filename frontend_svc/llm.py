@@ -217,7 +217,12 @@ class LLM:
         with self._lock:
             self._check_open()
             self._drain(parents, engine_requests, use_tqdm)
-        return [parent.take() for parent in parents]
+        errors = [parent.error for parent in parents if parent.error is not None]
+        for error in errors:
+            # With the worker gone, or nothing left to give, there is no result to save.
+            if isinstance(error, UnavailableError) or len(errors) == len(parents):
+                raise error
+        return [parent.take() if parent.error is None else parent.failed_output() for parent in parents]
 
     def _process(
         self, request: TextRequest, index: int, *, is_one_of_many: bool
@@ -236,7 +241,6 @@ class LLM:
         engine.add(_INCARNATION, requests)
         for parent in parents:
             self._outputs.add(parent)
-        num_failed = self._outputs.num_failed
         with _progress(len(requests), use_tqdm) as bar, _deferred_interrupt() as interrupted:
             try:
                 while len(self._outputs):
@@ -245,8 +249,6 @@ class LLM:
                     num_alive = len(self._outputs)
                     self._step()
                     bar.update(num_alive - len(self._outputs))
-                    if self._outputs.num_failed > num_failed:
-                        raise next(parent.error for parent in parents if parent.error is not None)
             finally:
                 self._abort_rest(parents)
 

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 from pagewire.engine import FinishReason
+from pagewire.errors import PagewireError
 
 
 class OutputKind(enum.IntEnum):
@@ -65,6 +66,9 @@ class RequestOutput:
     prompt_logprobs: list[PositionLogprobs] | None = None
     finished: bool = False
     usage: Usage | None = None
+    error: PagewireError | None = None
+    """Why it failed, where its completions end with FinishReason.ERROR. Only `LLM` gives such outputs: over the wire
+    a failed request ends its call."""
 
     @property
     def num_cached_tokens(self) -> int:

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from frontend_svc.logprobs import LogprobsProcessor
-from frontend_svc.outputs import OutputKind, PositionLogprobs, RequestOutput, Usage
+from frontend_svc.outputs import CompletionOutput, OutputKind, PositionLogprobs, RequestOutput, Usage
 from frontend_svc.request_state import RequestState
 from pagewire.engine import FinishReason, LogprobColumns
 from pagewire.errors import PagewireError
@@ -127,6 +127,13 @@ class ParentRequest:
             output.outputs.sort(key=lambda completion: completion.index)
             output.finished = self._has_ended = True
             output.usage = self.usage
+        return output
+
+    def failed_output(self) -> RequestOutput:
+        """What stands for a request that failed, among others that did not."""
+        completions = [CompletionOutput(c.index, "", [], finish_reason=FinishReason.ERROR) for c in self.children]
+        output = RequestOutput(self.external_request_id, completions, self._prompt, finished=True, error=self.error)
+        output.prompt_token_ids, output.usage = list(self._prompt_token_ids), self.usage
         return output
 
     async def get(self) -> RequestOutput:

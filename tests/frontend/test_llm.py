@@ -135,10 +135,17 @@ def test_ctrl_c_leaves_the_engine_usable(smollm2_files: Files) -> None:
 
 
 def test_failures_are_raised(smollm2_files: Files) -> None:
-    """A row that fails, a worker that is lost: the error is raised, and nothing stays."""
-    llm = make(smollm2_files, FakeOptions(failing_request_ids={2}))
+    """A row that fails harms no other; alone, or with the worker lost, the error is raised. Nothing stays."""
+    llm = make(smollm2_files, FakeOptions(failing_request_ids={2, 4}))
+    outputs = llm.generate(["a", "b", "c"], SamplingParams(max_tokens=5), use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs].count(FinishReason.ERROR) == 1
+    for output in outputs:
+        is_failed = output.outputs[0].finish_reason is FinishReason.ERROR
+        assert output.finished and len(output.outputs[0].token_ids) == (0 if is_failed else 5)
+        assert isinstance(output.error, InternalError) if is_failed else output.error is None
+    assert is_empty(llm)
     with pytest.raises(InternalError, match="logits"):
-        llm.generate(["a", "b", "c"], SamplingParams(max_tokens=5), use_tqdm=False)
+        llm.generate("a", SamplingParams(max_tokens=5), use_tqdm=False)
     assert is_empty(llm)
     assert len(llm.generate(["a", "b"], SamplingParams(max_tokens=5), use_tqdm=False)) == 2
     lost = make(smollm2_files, FakeOptions(failures={3: UnavailableError("gone")}))
