@@ -23,7 +23,7 @@ def test_every_setting_of_the_engine_can_be_set() -> None:
     argv += ["--no-enable-prefix-caching", "--max-num-requests", "9", "--prefill-schedule-interval", "3"]
     argv += ["--long-prefill-token-threshold", "32", "--log-requests"]
     config = parse_settings(CoreSettings, "core", argv, environ={}).engine_config()
-    assert config == EngineConfig(8, 4, 64, 32, "priority", False, 9, 3, True)
+    assert config == EngineConfig(8, 4, 64, 32, "priority", False, 9, 3, log_requests=True)
 
 
 def test_model_and_pool() -> None:
