@@ -46,7 +46,9 @@ class FieldViolation:
 
 
 def violation(field: str, value: object, limit: str) -> FieldViolation:
-    """Makes a FieldViolation and shortens the value for display."""
+    """Makes a FieldViolation and shortens the value for display; of text both ends stay: a path's last part matters."""
+    if isinstance(value, str) and len(value) > 96:
+        value = f"{value[:32]}...{value[-60:]}"
     text = repr(value[:101] if isinstance(value, str | bytes | list | tuple) else value)
     return FieldViolation(field, text if len(text) <= 100 else text[:97] + "...", limit)
 

@@ -118,8 +118,11 @@ def test_one_bad_prompt_leaves_nothing(llm: LLM) -> None:
     assert is_empty(llm)
 
 
-def test_ctrl_c_leaves_the_engine_usable(smollm2_files: Files) -> None:
+def test_ctrl_c_leaves_the_engine_usable(smollm2_files: Files, request: pytest.FixtureRequest) -> None:
     """The interrupt comes between steps, everything is aborted, and the next call works."""
+    # A shell starts its background jobs with SIGINT ignored, and Python leaves it so.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, previous))
     llm = make(smollm2_files, FakeOptions(latency_s=0.005))
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
