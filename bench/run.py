@@ -14,6 +14,7 @@ import re
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -37,7 +38,7 @@ class Table:
             name,
             unit,
             f"{statistics.median(values):.{digits}f}",
-            f"{min(values):.{digits}f}-{max(values):.{digits}f}",
+            f"{min(values):.{digits}f}-{max(values):.{digits}f} of {len(values)}",
         )
         self.rows.append(row)
         print(f"{name:<64} {row[2]:>9} {unit:<8} ({row[3]})", flush=True)
@@ -62,7 +63,8 @@ def bench_model(table: Table, args: argparse.Namespace) -> None:
     try:
         for name in ("single_stream", "shared_prefix", "batch"):
             workload = load(name, args.limit)
-            runs = _alternate([inprocess.run] + ([served.run] if served else []), workload, args.repeats)
+            runners = [inprocess.run] + ([served.run] if served else [])
+            runs = _alternate(runners, workload, args.repeats, args.max_seconds)
             _report(table, workload, runs)
     finally:
         inprocess.close()
@@ -70,13 +72,20 @@ def bench_model(table: Table, args: argparse.Namespace) -> None:
             served.close()
 
 
-def _alternate(runners: list[Callable[[Workload], Run]], workload: Workload, repeats: int) -> list[list[Run]]:
-    """Runs per runner; each repeat runs all of them in turn. One pass before is not counted."""
+def _alternate(
+    runners: list[Callable[[Workload], Run]], workload: Workload, repeats: int, max_seconds: float
+) -> list[list[Run]]:
+    """Runs per runner; each repeat runs all of them in turn, and none starts after max_seconds. A short pass of each
+    comes first and is not counted.
+    """
     warm_up = Workload(workload.name, workload.prompts[:4], [min(n, 8) for n in workload.max_tokens[:4]])
     for run in runners:
         run(warm_up)
     found: list[list[Run]] = [[] for _ in runners]
-    for _ in range(repeats):
+    started = time.monotonic()
+    for repeat in range(repeats):
+        if repeat and time.monotonic() - started > max_seconds:
+            break
         for place, run in enumerate(runners):
             found[place].append(run(workload))
             assert found[place][-1].num_output_tokens == workload.num_output_tokens
@@ -136,6 +145,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", help="type of weights and activations (default: %(default)s)")
     parser.add_argument("--kv-cache-memory", type=int, default=2**30, help="KV pool in bytes (default: 1 GiB)")
     parser.add_argument("--repeats", type=int, default=3, help="counted passes (default: %(default)s)")
+    parser.add_argument(
+        "--max-seconds", type=float, default=900, help="no repeat of a workload starts later (default: %(default)s)"
+    )
     parser.add_argument("--limit", type=int, help="only the first so many requests of each workload")
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, comma-separated (default: all)")
     parser.add_argument("--write", type=Path, help="file whose marked part is replaced, such as BENCHMARKS.md")

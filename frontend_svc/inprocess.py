@@ -138,6 +138,9 @@ def make_executor(
     device: str = "cpu", kv_cache_memory_bytes: int = 0, on_progress: Callable[[str, float], None] | None = None
 ) -> WorkerExecutor:
     """An executor over a worker of this process. Loads torch."""
+    from worker_svc.openmp import bound_spinning
+
+    bound_spinning()
     from worker_svc.worker import Worker
 
     return WorkerExecutor(Worker(device=device, kv_cache_memory_bytes=kv_cache_memory_bytes), on_progress=on_progress)

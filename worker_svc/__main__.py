@@ -12,6 +12,7 @@ from pagewire.errors import PagewireError
 from pagewire.runtime.lifetime import SUPERVISOR_VARIABLE, die_with_parent
 from pagewire.runtime.logs import setup_logging
 from pagewire.runtime.settings import parse_settings
+from worker_svc.openmp import bound_spinning
 from worker_svc.settings import WorkerSettings
 
 logger = logging.getLogger("worker_svc")
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if settings.die_with_parent:
         os.environ.setdefault(SUPERVISOR_VARIABLE, str(os.getppid()))
     die_with_parent()
+    bound_spinning()
     # Only now: torch takes seconds to import, and --help or a bad flag should not.
     from worker_svc.compute import ComputeThread
     from worker_svc.process import serve

@@ -46,7 +46,7 @@ __all__ = ["AsyncClient", "Client", "Output", "Response", "SamplingParams", "Usa
 
 def _error(error: grpc.RpcError, target: str, request: object) -> PagewireError:
     found = from_rpc_error(error)
-    if isinstance(found, UnavailableError) and "onnect" in found.message:
+    if isinstance(found, UnavailableError) and "failed to connect" in found.message.lower():
         found.message = f"no frontend answers at {target}: {found.message}"
         found.args = (found.message,)
     if isinstance(found, DeadlineExceededError):
