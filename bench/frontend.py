@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 
@@ -84,7 +83,7 @@ def measure(tokenizer: Tokenizer, steps: list[StepOutputs], params: SamplingPara
 def main() -> None:
     """Runs all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="a JSON line per figure: name, unit, values")
     parser.add_argument("--model", default="smollm2", help="whose tokenizer is used")
     parser.add_argument("--streams", type=int, default=64, help="concurrent streams")
     parser.add_argument("--tokens", type=int, default=256, help="tokens per stream")
@@ -92,29 +91,17 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = Tokenizer(load_tokenizer_files(args.model))
     steps = make_steps(tokenizer, args.streams, args.tokens)
-    results = {}
+    if not args.json:
+        print(f"frontend time per token, {args.streams} streams of {args.tokens} tokens, {args.runs} runs")
     for name, params in CASES.items():
         for with_message in (False, True):
             times = [measure(tokenizer, steps, params, with_message) for _ in range(args.runs + 1)][1:]
             label = name + (", with message" if with_message else "")
-            results[label] = {"median_us": statistics.median(times), "min_us": min(times), "max_us": max(times)}
-    if args.json:
-        print(
-            json.dumps(
-                {
-                    "benchmark": "frontend_time_per_token",
-                    "streams": args.streams,
-                    "tokens": args.tokens,
-                    "runs": args.runs,
-                    "python": platform.python_version(),
-                    "cases": results,
-                }
-            )
-        )
-        return
-    print(f"frontend time per token, {args.streams} streams of {args.tokens} tokens, {args.runs} runs")
-    for label, result in results.items():
-        print(f"  {label:34} {result['median_us']:6.2f} us  ({result['min_us']:.2f} to {result['max_us']:.2f})")
+            if args.json:
+                figure = f"frontend, time per token over {args.streams} streams, {label}"
+                print(json.dumps({"name": figure, "unit": "us", "values": times}), flush=True)
+            else:
+                print(f"  {label:34} {statistics.median(times):6.2f} us  ({min(times):.2f} to {max(times):.2f})")
 
 
 if __name__ == "__main__":

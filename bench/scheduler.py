@@ -91,7 +91,7 @@ def main() -> int:
     parser.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024], help="numbers of running requests")
     parser.add_argument("--steps", type=int, default=200, help="steps per repeat (default 200)")
     parser.add_argument("--repeats", type=int, default=5, help="repeats (default 5)")
-    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser.add_argument("--json", action="store_true", help="a JSON line per figure: name, unit, values")
     arguments = parser.parse_args()
     for num_running in arguments.running:
         repeats = [measure(num_running, arguments.steps) for _ in range(arguments.repeats)]
@@ -101,7 +101,9 @@ def main() -> int:
             row[name] = round(statistics.median(values), 3)
             row[f"{name}_range"] = [round(min(values), 3), round(max(values), 3)]
         if arguments.json:
-            print(json.dumps({"benchmark": "scheduler", "steps": arguments.steps, **row}), flush=True)
+            figure = f"scheduler, schedule + update per running request and step, {num_running} running"
+            values = [round(repeat["scheduler_us"], 3) for repeat in repeats]
+            print(json.dumps({"name": figure, "unit": "us", "values": values}), flush=True)
         else:
             print(
                 f"{num_running:5d} running: {row['scheduler_us']} us per request and step {row['scheduler_us_range']} "
