@@ -50,7 +50,8 @@ def test_deltas_make_the_whole_output(kind: str, smollm2_files: Files, smollm2: 
             last = messages[-1]
             assert last.outputs[0].finish_reason == types_pb2.FINISH_REASON_LENGTH
             assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(prompt), 40)
-            assert [list(m.prompt_token_ids.ids) for m in messages[:2]] == [prompt, []]
+            # How many messages there are is up to who is faster, engine or reader.
+            assert [list(m.prompt_token_ids.ids) for m in messages] == [prompt] + [[]] * (len(messages) - 1)
             await f.is_idle()
 
     run(scenario())
