@@ -1,0 +1,93 @@
+"""Compiles kernels with numba, and keeps what was compiled for the next start.
+
+A kernel takes addresses and sizes (int64) and float64 scalars, never arrays: a call costs about a microsecond. It
+splits its work as `for part in prange(num_threads)`. One dedicated thread calls kernels: every other calling thread
+makes OpenMP start a team of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "PAGEWIRE_KERNEL_CACHE"
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def unavailable() -> str | None:
+    """Why compiled kernels can't run here, as a sentence for the log; None if they can."""
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed (pip install 'pagewire[worker]')"
+    try:
+        ctypes.CDLL("libgomp.so.1")
+    except OSError:
+        return "libgomp.so.1 is missing (Debian: apt-get install libgomp1)"
+    return None
+
+
+def kernel(function: F) -> F:
+    """Compiles at the first call. Threads of `prange` are OpenMP's; sums may be fused (a*b+c), never reordered."""
+    import numba
+
+    _prepare(numba)
+    # nnan, ninf or reassoc would change what a row gives with its neighbours; contraction does not.
+    compiled: Any = numba.njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract"})(
+        function
+    )
+    return compiled
+
+
+def inlined(function: F) -> F:
+    """A part of a kernel: compiled into each caller."""
+    import numba
+
+    _prepare(numba)
+    compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})(function)
+    return compiled
+
+
+def _prepare(numba: Any) -> None:
+    """Sets numba's layer and cache, before the first kernel."""
+    if str(cache_dir()) == numba.config.CACHE_DIR:
+        return
+    numba.config.THREADING_LAYER = "omp"
+    numba.config.CACHE_DIR = str(cache_dir())
+
+
+_cache_dir: Path | None = None
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels lie: a folder per state of these sources, because numba looks at one file's age only.
+
+    $PAGEWIRE_KERNEL_CACHE, or pagewire/kernels in the user's cache folder; a temporary folder where that can't be
+    written.
+    """
+    global _cache_dir
+    if _cache_dir is not None:
+        return _cache_dir
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.name.encode() + source.read_bytes())
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / "kernels"
+    wanted = Path(os.environ.get(CACHE_VARIABLE) or default) / digest.hexdigest()[:16]
+    try:
+        wanted.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=wanted):
+            pass
+    except OSError as error:
+        fallback = Path(tempfile.gettempdir()) / f"pagewire-kernels-{os.getuid()}" / digest.hexdigest()[:16]
+        logger.warning("compiled kernels can't be kept in %s (%s); using %s", wanted, error, fallback)
+        fallback.mkdir(parents=True, exist_ok=True)
+        wanted = fallback
+    _cache_dir = wanted
+    return wanted
