@@ -1,9 +1,16 @@
-"""Times the scheduler alone: schedule and update per running request and step, in steady decode.
+"""Times the scheduler alone: schedule and update per running request and step.
 
     python bench/scheduler.py [--running 64 256 1024] [--steps 200] [--repeats 5] [--json]
 
-The worker is the fake one in its cheap mode (every row samples one constant token, nothing is checked), so that what
-is measured is the core's own work. Median and range are over the repeats.
+Prefix cache, priority policy, stats and KV events are on, and steps overlap (the next is planned before the one before
+it is committed) unless --sync says otherwise. The worker is the fake one in its cheap mode (every row samples one
+constant token, nothing is checked), so that what is measured is the core's own work. Two loads:
+
+- steady: every request decodes in every step, fills a block of 16 tokens every 16 steps, none comes or goes;
+- mixed: outputs of 64 to 192 tokens over prompts of 64 (half of each prompt shared), and for each request that ends
+  another one is added: receiving, admitting and ending requests is part of the figure.
+
+Median and range are over the repeats.
 """
 
 from __future__ import annotations
@@ -20,58 +27,91 @@ from core_svc.config import EngineConfig
 from core_svc.engine import EngineCore
 from core_svc.executor import ModelSpec
 from core_svc.fake_executor import FakeExecutor, FakeOptions
+from core_svc.kv_event_log import KvEventLog
 from pagewire.engine import EngineRequest, StepOutputs
 from pagewire.sampling import SamplingParams
 
 PROMPT_TOKENS = 64
 BLOCK_SIZE = 16
-WARM_UP_STEPS = 20
+WARM_UP_STEPS = 40
+MIXED_OUTPUTS = (64, 192)
 
 
-def make_engine(num_running: int, num_steps: int) -> EngineCore:
-    """An engine whose requests all decode, for at least num_steps more steps."""
-    max_tokens = num_steps + WARM_UP_STEPS + 8
-    blocks_per_request = -(-(PROMPT_TOKENS + max_tokens) // BLOCK_SIZE)
-    config = EngineConfig(
-        block_size=BLOCK_SIZE,
-        max_num_seqs=num_running,
-        max_num_batched_tokens=num_running * PROMPT_TOKENS,
-        max_num_requests=num_running,
-    )
-    executor = FakeExecutor(
-        1 + num_running * blocks_per_request,
-        max_num_seqs=num_running,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        options=FakeOptions(is_checking=False),
-    )
+class Load:
+    """An engine that runs num_running requests, and whoever replaces those that end."""
 
-    def publish(frontend: str, outputs: StepOutputs) -> None:
-        pass
+    def __init__(self, num_running: int, num_steps: int, *, is_mixed: bool, is_sync: bool) -> None:
+        self.num_running, self.is_mixed, self.is_sync = num_running, is_mixed, is_sync
+        self.steady_tokens = num_steps + WARM_UP_STEPS + 16
+        longest = MIXED_OUTPUTS[1] if is_mixed else self.steady_tokens
+        blocks_per_request = -(-(PROMPT_TOKENS + longest) // BLOCK_SIZE)
+        config = EngineConfig(
+            block_size=BLOCK_SIZE,
+            max_num_seqs=num_running,
+            max_num_batched_tokens=max(2048, num_running * 2),
+            max_num_requests=2 * num_running,
+            policy="priority",
+        )
+        executor = FakeExecutor(
+            1 + num_running * blocks_per_request,
+            max_num_seqs=num_running,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            options=FakeOptions(is_checking=False),
+        )
+        self.rng = np.random.default_rng(0)
+        self.shared = self.rng.integers(10, 40_000, PROMPT_TOKENS // 2, dtype=np.int32)
+        self.num_added = self.num_ended = 0
+        model = executor.load_model(ModelSpec())
+        log = KvEventLog()
+        self.engine = EngineCore(executor, model, executor.cache, config, self.publish, on_kv_events=log.append)
+        self.add(num_running)
+        for _ in range(WARM_UP_STEPS):
+            self.step()
+        assert self.engine.stats().num_running == num_running
 
-    engine = EngineCore(executor, executor.load_model(ModelSpec()), executor.cache, config, publish)
-    rng = np.random.default_rng(0)
-    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    requests = [
-        EngineRequest(i, rng.integers(10, 40_000, PROMPT_TOKENS, dtype=np.int32), sampling) for i in range(num_running)
-    ]
-    engine.add("bench", requests)
-    for _ in range(WARM_UP_STEPS):
-        engine.step()
-    assert len(engine.scheduler.running) == num_running
-    return engine
+    def publish(self, frontend: str, outputs: StepOutputs) -> None:
+        """A frontend that reads nothing but ends."""
+        self.num_ended += len(outputs.finished)
+
+    def add(self, count: int) -> None:
+        """Adds requests; those of the mixed load start at random places of their lives."""
+        requests = []
+        for _ in range(count):
+            max_tokens = int(self.rng.integers(*MIXED_OUTPUTS)) if self.is_mixed else self.steady_tokens
+            own = self.rng.integers(10, 40_000, PROMPT_TOKENS // 2, dtype=np.int32)
+            sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+            requests.append(
+                EngineRequest(
+                    self.num_added,
+                    np.concatenate([self.shared, own]),
+                    sampling,
+                    eos_token_ids=(2,),
+                    arrival_time_ns=self.num_added,
+                )
+            )
+            self.num_added += 1
+        self.engine.add("bench", requests)
+
+    def step(self) -> None:
+        """One step, after the requests that replace those that ended."""
+        if self.num_ended:
+            count, self.num_ended = self.num_ended, 0
+            self.add(count)
+        self.engine.step()
 
 
-def measure(num_running: int, num_steps: int) -> dict[str, float]:
-    """Microseconds per running request and step, by part of the step."""
-    engine = make_engine(num_running, num_steps)
-    before = engine.stats()
+def measure(num_running: int, num_steps: int, *, is_mixed: bool, is_sync: bool) -> dict[str, float]:
+    """Microseconds per running request and step, by part of the step; all but the executor's share for `core_us`."""
+    load = Load(num_running, num_steps, is_mixed=is_mixed, is_sync=is_sync)
+    before, num_rows = load.engine.stats(), 0
     started = time.perf_counter()
     for _ in range(num_steps):
-        engine.step()
+        load.step()
+        num_rows += load.engine.stats().num_running
     wall_s = time.perf_counter() - started
-    after = engine.stats()
-    assert len(engine.scheduler.running) == num_running, "steady decode"
-    scale = 1e6 / (num_running * num_steps)
+    after = load.engine.stats()
+    assert num_rows > 0.95 * num_running * num_steps, "the load keeps its requests running"
+    scale = 1e6 / num_rows
     schedule_us = (after.schedule_s - before.schedule_s) * scale
     update_us = (after.update_s - before.update_s) * scale
     return {
@@ -84,31 +124,36 @@ def measure(num_running: int, num_steps: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Prints a line per number of running requests."""
+    """Prints a line per load and number of running requests."""
     parser = argparse.ArgumentParser(
         description="Time schedule and update per running request and step, with a fake worker."
     )
     parser.add_argument("--running", type=int, nargs="+", default=[64, 256, 1024], help="numbers of running requests")
     parser.add_argument("--steps", type=int, default=200, help="steps per repeat (default 200)")
     parser.add_argument("--repeats", type=int, default=5, help="repeats (default 5)")
+    parser.add_argument("--sync", action="store_true", help="commit each step before the next one is planned")
     parser.add_argument("--json", action="store_true", help="a JSON line per figure: name, unit, values")
     arguments = parser.parse_args()
-    for num_running in arguments.running:
-        repeats = [measure(num_running, arguments.steps) for _ in range(arguments.repeats)]
-        row: dict[str, float | int | list[float]] = {"running": num_running}
+    for load, num_running in [(load, n) for load in ("steady", "mixed") for n in arguments.running]:
+        is_mixed = load == "mixed"
+        repeats = [
+            measure(num_running, arguments.steps, is_mixed=is_mixed, is_sync=arguments.sync)
+            for _ in range(arguments.repeats)
+        ]
+        row: dict[str, float | list[float]] = {}
         for name in repeats[0]:
             values = [repeat[name] for repeat in repeats]
             row[name] = round(statistics.median(values), 3)
             row[f"{name}_range"] = [round(min(values), 3), round(max(values), 3)]
         if arguments.json:
-            figure = f"scheduler, schedule + update per running request and step, {num_running} running"
+            figure = f"scheduler, schedule + update per running request and step, {num_running} running, {load}"
             values = [round(repeat["scheduler_us"], 3) for repeat in repeats]
             print(json.dumps({"name": figure, "unit": "us", "values": values}), flush=True)
         else:
             print(
-                f"{num_running:5d} running: {row['scheduler_us']} us per request and step {row['scheduler_us_range']} "
-                f"(schedule {row['schedule_us']}, update {row['update_us']}, publish {row['publish_us']}, "
-                f"whole step {row['step_us']})",
+                f"{load} {num_running:5d} running: {row['scheduler_us']} us per request and step "
+                f"{row['scheduler_us_range']} (schedule {row['schedule_us']}, update {row['update_us']}, "
+                f"publish {row['publish_us']}, whole step {row['step_us']})",
                 flush=True,
             )
     return 0

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from array import array
 
-import numpy as np
-
+from pagewire.columns import Int32Column
 from pagewire.engine import Adapter
 
 ROOT_HASH = hashlib.sha256(b"pagewire.block_hash.v1").digest()
 """Parent of every first block; fixed, so that all processes agree."""
+_LENGTH = struct.Struct("<I")
 
 
 def extra_key(domain: str, *parts: bytes) -> bytes:
@@ -44,7 +43,7 @@ def request_extra_keys(adapter: Adapter | None, cache_salt: str) -> bytes:
     return keys + cache_salt_key(cache_salt) if cache_salt else keys
 
 
-def hash_block(parent_hash: bytes, token_ids: array[int], extra_keys: bytes = b"") -> bytes:
+def hash_block(parent_hash: bytes, token_ids: Int32Column, extra_keys: bytes = b"") -> bytes:
     """Sha256 of a full block: parent (32 bytes), number of tokens, tokens as int32 LE, extra keys."""
-    tokens = np.frombuffer(token_ids, np.int32).astype("<i4", copy=False).tobytes()
-    return hashlib.sha256(parent_hash + struct.pack("<I", len(token_ids)) + tokens + extra_keys).digest()
+    tokens = token_ids.astype("<i4", copy=False).tobytes()
+    return hashlib.sha256(b"".join((parent_hash, _LENGTH.pack(len(token_ids)), tokens, extra_keys))).digest()

@@ -1,13 +1,113 @@
-"""What a row's result does to its request: tokens, stops, rejected drafts, log-probabilities."""
+"""What a step's result does to its requests: tokens, stops, rejected drafts, log-probabilities, full blocks.
+
+The second half of the scheduler. Most rows bring one token that ends nothing: they are committed all at once, by
+column. Every other row is committed by itself.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
+from core_svc.outputs import finished_of
+from core_svc.plan_builder import ScheduledStep
 from core_svc.request import Request, RequestStatus
-from core_svc.result_rows import PromptLogprobs, RowResult
-from pagewire.engine import LogprobColumns
+from core_svc.result_rows import PromptLogprobs, ResultRows, RowResult
+from core_svc.slot_table import SlotTable
+from pagewire.columns import Int32Column
+from pagewire.engine import Finished, LogprobColumns
+from pagewire.plan import StepResult
+
+if TYPE_CHECKING:
+    from core_svc.scheduler import Scheduler
+
+
+def commit_step(scheduler: Scheduler, step: ScheduledStep, result: StepResult) -> None:
+    """Commits the rows whose requests still hold their slots; results of others are dropped."""
+    now_ns = time.monotonic_ns()
+    table, plan = scheduler.table, step.plan
+    results = ResultRows(plan, result, table.max_num_seqs)
+    scheduler.stats.num_unknown_ids += results.num_unknown
+    is_current = step.is_current(table)
+    current = plan.slots[is_current]
+    table.num_placeholders[current] -= plan.num_sampled_tokens[is_current]
+    num_committed = plan.num_computed_tokens + plan.num_scheduled_tokens
+
+    is_plain = is_current & results.is_plain & table.is_plain[plan.slots] & (plan.num_sampled_tokens == 1)
+    plain = np.flatnonzero(is_plain)
+    goes_on = ~may_end(table, plan.slots[plain], results.first_tokens(plain))
+    plain = plain[goes_on]
+    is_plain[:] = False
+    is_plain[plain] = True
+    _commit_tokens(scheduler, plan.slots[plain], results.first_tokens(plain), num_committed[plain], now_ns)
+    for row in np.flatnonzero(is_current & ~is_plain).tolist():
+        request: Request = table.requests[plan.slots[row]]
+        num_sampled = int(plan.num_sampled_tokens[row])
+        _commit_request(scheduler, request, results.row(row), num_sampled, int(num_committed[row]), now_ns)
+
+
+def may_end(table: SlotTable, slots: Int32Column, token_ids: Int32Column) -> npt.NDArray[np.bool_]:
+    """Whether each slot's request ends with this token; `check_stop` says how."""
+    num_tokens = table.num_tokens[slots] + 1
+    is_stop = (table.stop_ids[slots] == token_ids[:, None]).any(axis=1) & (num_tokens >= table.min_stop_tokens[slots])
+    ends: npt.NDArray[np.bool_] = is_stop | (num_tokens >= table.max_num_tokens[slots])
+    return ends
+
+
+def _commit_tokens(
+    scheduler: Scheduler, slots: Int32Column, token_ids: Int32Column, num_committed: Int32Column, now_ns: int
+) -> None:
+    """Commits one token for each slot, that ends nothing and brings nothing else."""
+    if not len(slots):
+        return
+    table = scheduler.table
+    num_tokens = table.num_tokens[slots]
+    table.token_ids[slots, num_tokens] = token_ids
+    table.num_tokens[slots] = num_tokens + 1
+    table.last_token_ns[slots] = now_ns
+    for row in np.flatnonzero(num_committed >= table.next_full_tokens[slots]).tolist():
+        scheduler.cache_blocks(table.requests[slots[row]], int(num_committed[row]))
+    scheduler.stats.num_generated_tokens += len(slots)
+    offsets = num_tokens - table.num_prompt_tokens[slots]
+    for frontend, rows in table.by_frontend(slots):
+        scheduler.outputs.add_tokens(frontend, table.request_ids[slots[rows]], offsets[rows], token_ids[rows])
+
+
+def _commit_request(
+    scheduler: Scheduler, request: Request, row: RowResult, num_sampled: int, num_committed_tokens: int, now_ns: int
+) -> None:
+    """Commits one row by itself."""
+    committed = commit_row(
+        request, row, num_sampled=num_sampled, num_committed_tokens=num_committed_tokens, now_ns=now_ns
+    )
+    scheduler.stats.num_generated_tokens += len(committed.token_ids)
+    scheduler.cache_blocks(request, committed.num_committed_tokens)
+    finished: Finished | None = None
+    if committed.status is not None:
+        scheduler.end(request, committed.status)
+        finished = finished_of(
+            request,
+            stop_token_id=committed.stop_token_id,
+            error_code=committed.error_code,
+            error_message=committed.error_message,
+            now_ns=now_ns,
+        )
+    is_first = not request.is_started
+    request.is_started = True
+    if committed.token_ids or is_first or finished is not None or committed.prompt_logprobs is not None:
+        scheduler.outputs.add_row(
+            request,
+            committed.token_ids,
+            logprobs=committed.logprobs,
+            prompt_logprobs=committed.prompt_logprobs,
+            num_cached_tokens=request.num_hit_tokens if is_first else None,
+            finished=finished,
+        )
 
 
 @dataclass(slots=True)
@@ -40,23 +140,24 @@ def commit_row(
     if not num_sampled:
         return CommittedRow(num_committed_tokens, prompt_logprobs=prompt_logprobs)
 
+    table, slot = request.table, request.slot
+    assert table is not None, "only a request that holds its slot is committed"
     num_rejected = num_sampled - len(result.token_ids)
-    request.num_computed_tokens -= num_rejected
+    table.num_computed_tokens[slot] -= num_rejected
     status, stop_token_id = None, None
     num_kept = 0
     for token_id in result.token_ids:
-        request.append_token(token_id)
+        table.append(slot, token_id)
         num_kept += 1
         status, stop_token_id = check_stop(request, token_id)
         if status is not None:
             break
-    request.last_token_ns = now_ns
+    table.last_token_ns[slot] = now_ns
     if not request.first_token_ns:
         request.first_token_ns = now_ns
+        table.note_first_token(request)
     if result.draft_token_ids and status is None:
-        # A draft past the last token that may come would be computed for nothing, in blocks the pool need not have.
-        num_useful = request.max_num_tokens - request.num_tokens - 1
-        request.spec_token_ids = list(result.draft_token_ids[:num_useful])
+        _take_drafts(request, table, result.draft_token_ids)
     return CommittedRow(
         min(num_committed_tokens - num_rejected, request.num_tokens),
         token_ids=result.token_ids[:num_kept],
@@ -65,6 +166,17 @@ def commit_row(
         status=status,
         stop_token_id=stop_token_id,
     )
+
+
+def _take_drafts(request: Request, table: SlotTable, draft_token_ids: Sequence[int]) -> None:
+    """Keeps drafts for the next step, unless that one is in flight already; from now on steps wait for drafts."""
+    slot = request.slot
+    table.is_drafting[slot] = True
+    if not table.num_placeholders[slot]:
+        # A draft past the last token that may come would be computed for nothing, in blocks the pool need not have.
+        num_useful = request.max_num_tokens - request.num_tokens - 1
+        request.spec_token_ids = list(draft_token_ids[:num_useful])
+        table.num_drafts[slot] = len(request.spec_token_ids)
 
 
 def check_stop(request: Request, token_id: int) -> tuple[RequestStatus | None, int | None]:

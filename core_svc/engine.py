@@ -185,7 +185,7 @@ class EngineCore:
     def stats(self) -> CoreStats:
         """Numbers as of now."""
         scheduler = self.scheduler
-        num_running = len(scheduler.running)
+        num_running = scheduler.num_running
         return replace(
             scheduler.stats,
             num_running=num_running,

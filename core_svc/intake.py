@@ -96,6 +96,7 @@ class Intake:
         self._scheduler.finish(requests, RequestStatus.FINISHED_ABORTED, abort_reason=reason)
         self._scheduler.outputs.drop(frontend_incarnation)
         self._scheduler.ended.forget_frontend(frontend_incarnation)
+        self._scheduler.table.forget_frontend(frontend_incarnation)
         self._tombstones.forget_frontend(frontend_incarnation)
 
     def end_with_error(self, requests: Sequence[Request], error: PagewireError) -> None:

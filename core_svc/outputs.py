@@ -3,44 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from core_svc.request import Request
+from pagewire.columns import Int32Column, UInt64Column
 from pagewire.engine import AbortReason, Finished, LogprobColumns, StepOutputs
+
+T = TypeVar("T", bound=np.generic)
 
 
 class _Rows:
-    """The rows of one frontend, as lists that become columns."""
-
-    __slots__ = (
-        "finished",
-        "logprobs",
-        "num_tokens",
-        "offsets",
-        "prompt_logprobs",
-        "request_ids",
-        "started",
-        "token_ids",
-    )
+    """The rows of one frontend, as parts that become columns. All lists and dicts are by row."""
 
     def __init__(self) -> None:
-        self.request_ids: list[int] = []
-        self.offsets: list[int] = []
-        self.num_tokens: list[int] = []
-        self.token_ids: list[int] = []
+        self.num_rows = 0
+        self.parts: list[tuple[UInt64Column, Int32Column, Int32Column, Int32Column]] = []
+        """Request ids, offsets, numbers of tokens, tokens."""
         self.finished: list[Finished] = []
         self.logprobs: dict[int, LogprobColumns] = {}
         self.prompt_logprobs: dict[int, tuple[int, LogprobColumns]] = {}
         self.started: dict[int, int] = {}
 
+    def add(self, ids: UInt64Column, offsets: Int32Column, num_tokens: Int32Column, token_ids: Int32Column) -> None:
+        self.parts.append((ids, offsets, num_tokens, token_ids))
+        self.num_rows += len(ids)
+
     def to_step_outputs(self, step: int) -> StepOutputs:
+        ids, offsets, num_tokens, token_ids = zip(*self.parts, strict=True)
         return StepOutputs(
-            step=step,
-            request_ids=np.array(self.request_ids, np.uint64),
-            offsets=np.array(self.offsets, np.int32),
-            num_tokens=np.array(self.num_tokens, np.int32),
-            token_ids=np.array(self.token_ids, np.int32),
+            step,
+            _joined(ids),
+            _joined(offsets),
+            _joined(num_tokens),
+            _joined(token_ids),
             finished=self.finished,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
@@ -48,11 +46,22 @@ class _Rows:
         )
 
 
+def _joined(parts: Sequence[npt.NDArray[T]]) -> npt.NDArray[T]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 class OutputCollector:
     """Outputs since the last `take`. A request has at most one row; its finish goes into that row."""
 
     def __init__(self) -> None:
         self._by_frontend: dict[str, _Rows] = {}
+
+    def add_tokens(
+        self, frontend_incarnation: str, request_ids: UInt64Column, offsets: Int32Column, token_ids: Int32Column
+    ) -> None:
+        """Adds a row with one token, and nothing else, for each of a frontend's requests."""
+        ones = np.ones(len(request_ids), np.int32)
+        self._rows_of(frontend_incarnation).add(request_ids, offsets, ones, token_ids)
 
     def add_row(
         self,
@@ -66,14 +75,15 @@ class OutputCollector:
     ) -> None:
         """Adds a request's outputs; token_ids are part of it already, num_cached_tokens says that it started."""
         frontend_incarnation, request_id = request.key
-        rows = self._by_frontend.get(frontend_incarnation)
-        if rows is None:
-            rows = self._by_frontend[frontend_incarnation] = _Rows()
-        row = len(rows.request_ids)
-        rows.request_ids.append(request_id)
-        rows.offsets.append(request.num_output_tokens - len(token_ids))
-        rows.num_tokens.append(len(token_ids))
-        rows.token_ids.extend(token_ids)
+        rows = self._rows_of(frontend_incarnation)
+        row = rows.num_rows
+        offset = request.num_output_tokens - len(token_ids)
+        rows.add(
+            np.array([request_id], np.uint64),
+            np.array([offset], np.int32),
+            np.array([len(token_ids)], np.int32),
+            np.array(token_ids, np.int32),
+        )
         if logprobs is not None:
             rows.logprobs[row] = logprobs
         if prompt_logprobs is not None:
@@ -92,6 +102,12 @@ class OutputCollector:
         """Hands over everything collected, by frontend."""
         taken, self._by_frontend = self._by_frontend, {}
         return [(frontend, rows.to_step_outputs(step)) for frontend, rows in taken.items()]
+
+    def _rows_of(self, frontend_incarnation: str) -> _Rows:
+        rows = self._by_frontend.get(frontend_incarnation)
+        if rows is None:
+            rows = self._by_frontend[frontend_incarnation] = _Rows()
+        return rows
 
 
 def finished_of(

@@ -1,12 +1,15 @@
-"""Turns scheduled requests, row by row, into the columns of a StepPlan."""
+"""Turns scheduled rows into the columns of a StepPlan: running requests all at once, admitted ones after them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from core_svc.request import Request
+from core_svc.slot_table import SlotTable
 from pagewire.columns import EMPTY_INT32, Int32Column
 from pagewire.plan import NewRequest, StepPlan
 
@@ -21,68 +24,94 @@ class ScheduledStep:
     number: int
     """Counts the engine's steps; unlike plan.step it never starts anew."""
     plan: StepPlan
-    requests: list[Request]
+    requests: npt.NDArray[np.object_]
     """In row order."""
 
-    def is_current(self, request: Request) -> bool:
-        """Whether the request still holds the slot that it had in this step."""
-        return request.slot >= 0 and request.admitted_step <= self.number
+    def is_current(self, table: SlotTable) -> npt.NDArray[np.bool_]:
+        """By row, whether its request still holds the slot that it had in this step."""
+        return table.admitted_step[self.plan.slots] <= self.number
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows that are scheduled, as columns: what each computes, and the blocks that it gets for that."""
+
+    slots: Int32Column
+    num_scheduled_tokens: Int32Column
+    num_computed_tokens: Int32Column
+    num_sampled_tokens: Int32Column
+    num_draft_tokens: Int32Column
+    num_new_blocks: Int32Column
+
+    @classmethod
+    def of(
+        cls,
+        slots: Int32Column,
+        num_new: Int32Column,
+        num_computed: Int32Column,
+        num_known: Int32Column,
+        blocks: Int32Column,
+    ) -> Rows:
+        """Rows that compute num_new tokens from num_computed on; what lies beyond num_known tokens are drafts.
+
+        A row that reaches what is known samples there, and after each draft.
+        """
+        num_beyond = num_computed + num_new - num_known
+        return cls(slots, num_new, num_computed, np.maximum(num_beyond + 1, 0), np.maximum(num_beyond, 0), blocks)
 
 
 class PlanBuilder:
-    """Rows of one step. All lists grow with rows, blocks and drafts; nothing is per token."""
+    """One step's plan while it grows."""
 
     def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self._slots: list[int] = []
-        self._num_scheduled: list[int] = []
-        self._num_computed: list[int] = []
-        self._num_sampled: list[int] = []
-        self._num_new_blocks: list[int] = []
-        self._new_block_ids: list[int] = []
-        self._num_drafts: list[int] = []
+        self._parts: list[Rows] = []
+        self._block_ids: list[int] = []
         self._drafts: list[int] = []
         self._new_requests: list[NewRequest] = []
+        self.num_rows = 0
 
-    def add(self, request: Request, num_new_tokens: int, block_ids: list[int]) -> None:
-        """Adds a row that computes num_new_tokens from request.num_computed_tokens on; drafts are its last tokens."""
-        num_beyond = request.num_computed_tokens + num_new_tokens - request.num_tokens
-        num_drafts = max(0, num_beyond)
-        self.requests.append(request)
-        self._slots.append(request.slot)
-        self._num_scheduled.append(num_new_tokens)
-        self._num_computed.append(request.num_computed_tokens)
-        self._num_sampled.append(num_beyond + 1 if num_beyond >= 0 else 0)
-        self._num_new_blocks.append(len(block_ids))
-        self._num_drafts.append(num_drafts)
-        if block_ids:
-            self._new_block_ids.extend(block_ids)
-        if num_drafts:
-            self._drafts.extend(request.spec_token_ids[:num_drafts])
+    def add(self, rows: Rows, block_ids: Sequence[int], drafts: Sequence[int] = ()) -> None:
+        """Adds rows of requests that hold their slots already."""
+        self._parts.append(rows)
+        self._block_ids.extend(block_ids)
+        self._drafts.extend(drafts)
+        self.num_rows += len(rows.slots)
 
-    def add_new(self, request: Request, num_new_tokens: int, block_ids: list[int]) -> None:
-        """Adds a row of a request that takes its slot in this step."""
-        self._new_requests.append(request.to_new_request())
-        self.add(request, num_new_tokens, block_ids)
+    def add_new(self, rows: Rows, block_ids: Sequence[int], requests: Sequence[Request]) -> None:
+        """Adds rows of requests that take their slots in this step."""
+        self._new_requests.extend(request.to_new_request() for request in requests)
+        self.add(rows, block_ids)
 
-    def build(self, number: int, epoch: int, step: int, released_slots: list[int]) -> ScheduledStep:
-        """The finished plan."""
+    def build(
+        self, number: int, epoch: int, step: int, released_slots: Sequence[int], requests: npt.NDArray[np.object_]
+    ) -> ScheduledStep:
+        """The finished plan; `requests` are those of all slots."""
+        rows = _joined(self._parts)
         plan = StepPlan(
             epoch=epoch,
             step=step,
-            slots=_column(self._slots),
-            num_scheduled_tokens=_column(self._num_scheduled),
-            num_computed_tokens=_column(self._num_computed),
-            num_sampled_tokens=_column(self._num_sampled),
-            num_new_blocks=_column(self._num_new_blocks),
-            new_block_ids=_column(self._new_block_ids),
+            slots=rows.slots,
+            num_scheduled_tokens=rows.num_scheduled_tokens,
+            num_computed_tokens=rows.num_computed_tokens,
+            num_sampled_tokens=rows.num_sampled_tokens,
+            num_new_blocks=rows.num_new_blocks,
+            new_block_ids=_column(self._block_ids),
             released_slots=_column(released_slots),
             new_requests=self._new_requests,
-            num_draft_tokens=_column(self._num_drafts) if self._drafts else EMPTY_INT32,
+            num_draft_tokens=rows.num_draft_tokens if self._drafts else EMPTY_INT32,
             draft_token_ids=_column(self._drafts),
         )
-        return ScheduledStep(number, plan, self.requests)
+        return ScheduledStep(number, plan, requests[rows.slots])
 
 
-def _column(values: list[int]) -> Int32Column:
+def _joined(parts: list[Rows]) -> Rows:
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return Rows(*[EMPTY_INT32] * 6)
+    names = Rows.__dataclass_fields__
+    return Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+def _column(values: Sequence[int]) -> Int32Column:
     return np.array(values, np.int32) if values else EMPTY_INT32

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from pagewire.columns import Int32Column
 from pagewire.engine import Adapter, EngineRequest, FinishReason, TraceContext
 from pagewire.plan import NewRequest
 from pagewire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from core_svc.slot_table import SlotTable
 
 RequestKey = tuple[str, int]
 """(frontend incarnation, request id): what a request is called inside the core."""
@@ -56,13 +59,14 @@ _FINISH_REASONS = {
 class Request:
     """Tokens, progress and blocks of one request. Made by `Request.from_engine_request`.
 
-    It owes num_tokens + len(spec_token_ids) + num_output_placeholders - num_computed_tokens.
+    It owes num_tokens + len(spec_token_ids) + num_output_placeholders - num_computed_tokens. While it holds a slot,
+    what changes with every step is in the slot table, and the properties of those names look it up there.
     """
 
     key: RequestKey
     sampling_params: SamplingParams
-    token_ids: array[int]
-    """Prompt and output; int32."""
+    held_token_ids: Int32Column
+    """Prompt and output while the request has no slot."""
     num_prompt_tokens: int
     max_num_tokens: int
     """Prompt and output at most, from max_tokens and the model's length."""
@@ -84,17 +88,13 @@ class Request:
     deadline_ns: int | None = None
 
     status: RequestStatus = RequestStatus.WAITING
-    num_tokens: int = 0
-    num_computed_tokens: int = 0
-    """Positions with KV, counting those scheduled in a step that still runs."""
+    slot: int = NO_SLOT
+    table: SlotTable | None = None
+    """Where the slot is; None without one."""
+    held_num_computed_tokens: int = 0
+    """Computed tokens while the request has no slot: those at its end."""
     spec_token_ids: list[int] = field(default_factory=list)
     """Drafts to verify in the next step."""
-    num_output_placeholders: int = 0
-    """Tokens that an in-flight step will sample; 0 while steps don't overlap."""
-    slot: int = NO_SLOT
-    admitted_step: int = 0
-    """Step in which the request got its slot; an older step's result is not for it."""
-    last_scheduled_step: int = 0
     blocks: list[KVCacheBlock] = field(default_factory=list)
     num_cached_blocks: int = 0
     """Blocks, from the first on, that have a hash."""
@@ -125,15 +125,13 @@ class Request:
     ) -> Request:
         """Takes over what a frontend sent. `sequence` counts arrivals at this core."""
         params = request.sampling_params
-        token_ids = array("i")
-        for column in (request.prompt_token_ids, request.output_token_ids):
-            token_ids.frombytes(np.ascontiguousarray(column, np.int32).tobytes())
+        token_ids = np.concatenate((request.prompt_token_ids, request.output_token_ids), dtype=np.int32)
         num_prompt_tokens = len(request.prompt_token_ids)
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
         return cls(
             key=(frontend_incarnation, request.request_id),
             sampling_params=params,
-            token_ids=token_ids,
+            held_token_ids=token_ids,
             num_prompt_tokens=num_prompt_tokens,
             max_num_tokens=min(num_prompt_tokens + max_tokens, max_model_len),
             order=(request.priority, request.arrival_time_ns, sequence) if is_priority_policy else (0, 0, sequence),
@@ -147,21 +145,33 @@ class Request:
             logprob_width=params.logprob_width(vocab_size),
             prompt_logprob_width=params.prompt_logprob_width(vocab_size),
             deadline_ns=None if request.remaining_ms is None else now_ns + request.remaining_ms * 1_000_000,
-            num_tokens=len(token_ids),
         )
+
+    @property
+    def token_ids(self) -> Int32Column:
+        """Prompt and output; a view."""
+        if self.table is None:
+            return self.held_token_ids
+        return self.table.token_ids[self.slot, : self.table.num_tokens[self.slot]]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.held_token_ids) if self.table is None else int(self.table.num_tokens[self.slot])
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Positions with KV, counting those scheduled in steps that still run."""
+        held = self.held_num_computed_tokens
+        return held if self.table is None else int(self.table.num_computed_tokens[self.slot])
+
+    @property
+    def num_output_placeholders(self) -> int:
+        """Most tokens that steps in flight will append; 0 between steps that don't overlap."""
+        return 0 if self.table is None else int(self.table.num_placeholders[self.slot])
 
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
-
-    @property
-    def num_tokens_with_spec(self) -> int:
-        return self.num_tokens + len(self.spec_token_ids) + self.num_output_placeholders
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether it owes more than the one token of a decode, drafts aside."""
-        return self.num_tokens + self.num_output_placeholders - self.num_computed_tokens > 1
 
     @property
     def max_num_cached_tokens(self) -> int:
@@ -176,19 +186,13 @@ class Request:
             return self.next_prompt_logprob - 1
         return self.num_tokens - 1
 
-    def append_token(self, token_id: int) -> None:
-        """Adds one output token."""
-        self.token_ids.append(token_id)
-        self.num_tokens += 1
-
     def to_new_request(self) -> NewRequest:
         """How a worker gets to know the request when it takes its slot, the first time or again."""
-        tokens: Int32Column = np.array(self.token_ids, np.int32)
         return NewRequest(
             slot=self.slot,
             frontend_incarnation=self.key[0],
             request_id=self.key[1],
-            token_ids=tokens,
+            token_ids=self.token_ids.copy(),
             num_prompt_tokens=self.num_prompt_tokens,
             sampling_params=self.sampling_params,
             child_index=self.child_index,

@@ -1,12 +1,16 @@
-"""Turns the columns of a StepResult into one result per slot."""
+"""Puts the columns of a StepResult into the order of its plan's rows; the worker's own order means nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
+from pagewire.columns import Int32Column
 from pagewire.engine import LogprobColumns
-from pagewire.plan import StepResult
+from pagewire.plan import StepPlan, StepResult
 
 PromptLogprobs = tuple[int, LogprobColumns]
 """First prompt position and the columns from there."""
@@ -14,7 +18,7 @@ PromptLogprobs = tuple[int, LogprobColumns]
 
 @dataclass(slots=True)
 class RowResult:
-    """A worker's result for one slot."""
+    """A worker's result for one row."""
 
     token_ids: Sequence[int] = ()
     draft_token_ids: Sequence[int] = ()
@@ -23,22 +27,66 @@ class RowResult:
     error: str | None = None
 
 
-def split_rows(result: StepResult) -> dict[int, RowResult]:
-    """A step's result by slot; the worker's order of rows means nothing."""
-    rows: dict[int, RowResult] = {}
-    token_ids, drafts = result.token_ids.tolist(), result.draft_token_ids.tolist()
-    num_drafts = result.num_draft_tokens.tolist() or [0] * len(result.slots)
-    start = draft_start = 0
-    for slot, num, num_draft in zip(result.slots.tolist(), result.num_tokens.tolist(), num_drafts, strict=True):
-        rows[slot] = RowResult(
-            token_ids[start : start + num], drafts[draft_start : draft_start + num_draft] if num_draft else ()
-        )
-        start += num
-        draft_start += num_draft
-    for slot, columns in result.logprobs.items():
-        rows.setdefault(slot, RowResult()).logprobs = columns
-    for slot, prompt_logprobs in result.prompt_logprobs.items():
-        rows.setdefault(slot, RowResult()).prompt_logprobs = prompt_logprobs
-    for slot, message in result.errors.items():
-        rows.setdefault(slot, RowResult()).error = message
-    return rows
+class ResultRows:
+    """A step's result by row of the plan."""
+
+    def __init__(self, plan: StepPlan, result: StepResult, num_slots: int) -> None:
+        self._plan, self._result = plan, result
+        self._row_of_slot = np.full(num_slots, -1, np.int32)
+        self._row_of_slot[plan.slots] = np.arange(len(plan.slots), dtype=np.int32)
+        rows = self._rows_of(result.slots)
+        is_known = rows >= 0
+        if not is_known.all():
+            rows = rows[is_known]
+        self._starts = self._spread(rows, is_known, np.cumsum(result.num_tokens) - result.num_tokens)
+        self.num_tokens = self._spread(rows, is_known, result.num_tokens)
+        self.is_plain = self.num_tokens == 1
+        """By row: one token, and nothing else."""
+        self.num_unknown = self._note_extras(set(result.slots[~is_known].tolist()))
+        self._num_drafts = None
+        if len(result.draft_token_ids):
+            self._num_drafts = self._spread(rows, is_known, result.num_draft_tokens)
+            self._draft_starts = self._spread(
+                rows, is_known, np.cumsum(result.num_draft_tokens) - result.num_draft_tokens
+            )
+            self.is_plain &= self._num_drafts == 0
+
+    def first_tokens(self, rows: npt.NDArray[np.intp]) -> Int32Column:
+        """The first token of each of the rows, which must have one."""
+        tokens: Int32Column = self._result.token_ids[self._starts[rows]]
+        return tokens
+
+    def row(self, row: int) -> RowResult:
+        """Everything about one row."""
+        result, slot = self._result, int(self._plan.slots[row])
+        start, found = int(self._starts[row]), RowResult()
+        found.token_ids = result.token_ids[start : start + int(self.num_tokens[row])].tolist()
+        if self._num_drafts is not None:
+            start = int(self._draft_starts[row])
+            found.draft_token_ids = result.draft_token_ids[start : start + int(self._num_drafts[row])].tolist()
+        found.logprobs = result.logprobs.get(slot)
+        found.prompt_logprobs = result.prompt_logprobs.get(slot)
+        found.error = result.errors.get(slot)
+        return found
+
+    def _rows_of(self, slots: Int32Column) -> Int32Column:
+        """Rows of slots; -1 for a slot that the plan has no row of."""
+        is_slot = (slots >= 0) & (slots < len(self._row_of_slot))
+        rows: Int32Column = np.where(is_slot, self._row_of_slot[np.where(is_slot, slots, 0)], -1)
+        return rows
+
+    def _spread(self, rows: Int32Column, is_known: npt.NDArray[np.bool_], values: Int32Column) -> Int32Column:
+        spread = np.zeros(len(self._plan.slots), np.int32)
+        spread[rows] = values[is_known]
+        return spread
+
+    def _note_extras(self, unknown: set[int]) -> int:
+        """Rows with more than tokens are not plain; returns how many slots the plan does not know."""
+        for extras in (self._result.logprobs, self._result.prompt_logprobs, self._result.errors):
+            for slot in extras:
+                row = int(self._rows_of(np.array([slot], np.int32))[0])
+                if row < 0:
+                    unknown.add(slot)
+                else:
+                    self.is_plain[row] = False
+        return len(unknown)

@@ -3,9 +3,13 @@
 There is no prefill phase and no decode phase. A request owes the tokens it knows, and its drafts, less those computed;
 each step pays some of that debt under one token budget, for running requests first and then for waiting ones.
 
+What every running request is asked in every step is a column of the slot table, so that the common step, in which
+each owes one token, is a handful of vector operations; only rows that need more (blocks, drafts, log-probabilities, a
+hash, an end) are looked at one by one.
+
 Order: under fcfs by arrival at the core; under priority by (priority, arrival at the frontend, arrival at the core),
-smaller first. `running` is kept in this order, so that the last of it is the one to preempt when blocks run out, and
-is never one that was scheduled already in the same step. The first of it can always take the blocks of all others,
+smaller first. The table's `running` is in this order, so that the last of it is the one to preempt when blocks run
+out; who is preempted is settled before any row is planned. The first of it can always take the blocks of all others,
 so every step moves somebody. A waiting request never preempts a running one, whatever its priority: it waits for
 blocks and a slot, at the head of the queue, and nobody overtakes it there.
 """
@@ -14,20 +18,22 @@ from __future__ import annotations
 
 import enum
 import time
-from bisect import insort
 from collections.abc import Iterable
 
-from core_svc.commit import commit_row
+import numpy as np
+
+from core_svc.commit import commit_step
 from core_svc.config import EngineConfig
 from core_svc.kv_cache_manager import KVCacheManager
 from core_svc.logprob_room import LogprobRoom
 from core_svc.outputs import OutputCollector, finished_of
-from core_svc.plan_builder import PlanBuilder, ScheduledStep
+from core_svc.plan_builder import PlanBuilder, Rows, ScheduledStep
 from core_svc.recent_ids import RecentIds
-from core_svc.request import NO_SLOT, Request, RequestKey, RequestStatus
+from core_svc.request import Request, RequestKey, RequestStatus
 from core_svc.request_queue import RequestQueue
-from core_svc.result_rows import RowResult, split_rows
-from pagewire.engine import AbortReason, CoreStats, Finished
+from core_svc.slot_table import NEVER, SlotTable
+from pagewire.columns import Int32Column, int32
+from pagewire.engine import AbortReason, CoreStats
 from pagewire.plan import StepResult
 
 
@@ -49,7 +55,7 @@ class Scheduler:
         self.pause_state = PauseState.UNPAUSED
         self.requests: dict[RequestKey, Request] = {}
         """Everything alive, running and waiting."""
-        self.running: list[Request] = []
+        self.table = SlotTable(config.max_num_seqs)
         self.waiting = RequestQueue()
         self.outputs = OutputCollector()
         self.stats = CoreStats(num_total_blocks=kv.pool.num_usable_blocks)
@@ -57,7 +63,6 @@ class Scheduler:
         self.ended: RecentIds[None] = RecentIds(config.tombstone_ttl_s, config.max_tombstones)
         """Keys of requests that ended lately: an Add that is repeated late must not run again."""
         self._plan_step = 0
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._released_slots: list[int] = []
         self._logprob_room = LogprobRoom(0)
         """Of the step that is being planned."""
@@ -81,14 +86,14 @@ class Scheduler:
         """Ends live requests from outside of a commit and tells their frontends."""
         now_ns = time.monotonic_ns()
         for request in requests:
-            self._end(request, status)
+            self.end(request, status)
             finished = finished_of(
                 request, abort_reason=abort_reason, error_code=error_code, error_message=error_message, now_ns=now_ns
             )
             self.outputs.add_row(request, finished=finished)
-        self._drop_finished()
+        self.table.drop_released()
 
-    def _end(self, request: Request, status: RequestStatus) -> None:
+    def end(self, request: Request, status: RequestStatus) -> None:
         """The one place where a request becomes terminal: its blocks and its slot go back."""
         assert not request.status.is_finished and status.is_finished
         was_running = request.status is RequestStatus.RUNNING
@@ -103,14 +108,18 @@ class Scheduler:
         if status is RequestStatus.FINISHED_ABORTED:
             self.stats.num_aborted += 1
 
-    def _drop_finished(self) -> None:
-        self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
-
     def _release_slot(self, request: Request) -> None:
-        if request.slot != NO_SLOT:
-            self._released_slots.append(request.slot)
-            self._free_slots.append(request.slot)
-            request.slot = NO_SLOT
+        if request.table is not None:
+            self._released_slots.append(self.table.release(request))
+
+    @property
+    def running(self) -> list[Request]:
+        """Who holds a slot, first served first. For tests and rare commands: no step asks."""
+        return list(self.table.requests[self.table.running])
+
+    @property
+    def num_running(self) -> int:
+        return len(self.table.running)
 
     # --- schedule ---
 
@@ -121,7 +130,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether schedule would return a step."""
-        if self._released_slots or (self.running and self.pause_state is not PauseState.FROZEN):
+        if self._released_slots or (self.num_running and self.pause_state is not PauseState.FROZEN):
             return True
         return bool(self.requests) and self._next_waiting() is not None
 
@@ -134,48 +143,95 @@ class Scheduler:
         builder = PlanBuilder()
         self._logprob_room = LogprobRoom(self.config.max_logprob_candidates)
         self.num_steps += 1
-        is_throttled = is_prefill_throttled and any(not request.is_prefill for request in self.running)
+        is_throttled = is_prefill_throttled and bool((self._debts() == 1).any())
         budget = 0 if self.pause_state is PauseState.FROZEN else self.config.max_num_batched_tokens
         num_preemptions = self.stats.num_preemptions
         budget = self._schedule_running(builder, budget, is_throttled)
         has_preempted = self.stats.num_preemptions > num_preemptions
         if not has_preempted and not is_throttled:
             budget = self._schedule_waiting(builder, budget)
-        assert budget >= 0 and len(builder.requests) <= len(self.running) <= self.config.max_num_seqs
-        if not builder.requests and not self._released_slots:
+        assert budget >= 0 and builder.num_rows <= self.num_running <= self.config.max_num_seqs
+        if not builder.num_rows and not self._released_slots:
             self.num_steps -= 1
             return None
         self._plan_step += 1
         released_slots, self._released_slots = self._released_slots, []
-        return builder.build(self.num_steps, self.epoch, self._plan_step, released_slots)
+        return builder.build(self.num_steps, self.epoch, self._plan_step, released_slots, self.table.requests)
+
+    def _debts(self) -> Int32Column:
+        """Tokens that each running request owes, drafts aside; 0 where only a step in flight can tell.
+
+        That is so where the tokens in flight are its last ones at most, and where they may bring drafts.
+        """
+        table, slots = self.table, self.table.running
+        num_placeholders = table.num_placeholders[slots]
+        num_known = table.num_tokens[slots] + num_placeholders
+        debts = num_known - table.num_computed_tokens[slots]
+        debts[num_known >= table.max_num_tokens[slots]] = 0
+        debts[table.is_drafting[slots] & (num_placeholders > 0)] = 0
+        return debts
 
     def _schedule_running(self, builder: PlanBuilder, budget: int, is_throttled: bool) -> int:
         """Pays debts of running requests in order; returns what is left of the budget."""
-        idx = 0
-        while budget > 0 and idx < len(self.running):
-            request = self.running[idx]
-            num_new_tokens = self._num_new_tokens(request, request.num_computed_tokens, budget)
-            idx += 1
-            if num_new_tokens == 0 or (is_throttled and request.is_prefill):
-                continue
-            block_ids = self._allocate_or_preempt(request, request.num_computed_tokens + num_new_tokens)
-            if block_ids is None:
-                break
-            builder.add(request, num_new_tokens, block_ids)
+        table = self.table
+        if not budget or not len(table.running):
+            return budget
+        num_new = self._affordable(budget, is_throttled)
+        slots = table.running[: self._preempt_for(num_new)]
+        num_new = num_new[: len(slots)]
+        if not num_new.all():
+            slots, num_new = slots[num_new > 0], num_new[num_new > 0]
+        num_computed = table.num_computed_tokens[slots]
+        num_known = table.num_tokens[slots] + table.num_placeholders[slots]
+        num_blocks, block_ids, drafts = np.zeros(len(slots), np.int32), [], []
+        for row in np.flatnonzero(num_computed + num_new > table.num_kv_tokens[slots]).tolist():
+            allocated = self.kv.allocate_slots(table.requests[slots[row]], int(num_computed[row] + num_new[row]))
+            assert allocated, "who is preempted is settled: the blocks are there"
+            num_blocks[row] = len(allocated)
+            block_ids += allocated
+        for row in np.flatnonzero(table.num_drafts[slots]).tolist():
+            request: Request = table.requests[slots[row]]
+            drafts += request.spec_token_ids[: max(0, int(num_computed[row] + num_new[row] - num_known[row]))]
             request.spec_token_ids = []
-            self._advance(request, num_new_tokens)
-            budget -= num_new_tokens
-        return budget
+        rows = Rows.of(slots, num_new, num_computed, num_known, num_blocks)
+        builder.add(rows, block_ids, drafts)
+        table.num_drafts[slots] = 0
+        return budget - self._advance(rows)
 
-    def _allocate_or_preempt(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Blocks for a running request, taken from the last ones if need be; None if it was itself the last."""
-        while (block_ids := self.kv.allocate_slots(request, num_tokens)) is None:
-            victim = self.running.pop()
-            assert victim.last_scheduled_step != self.num_steps, "a victim is never one already scheduled in the step"
-            self._preempt(victim)
-            if victim is request:
-                return None
-        return block_ids
+    def _affordable(self, budget: int, is_throttled: bool) -> Int32Column:
+        """Tokens that each running request gets in this step, in order, if there are blocks for them."""
+        table, slots = self.table, self.table.running
+        debts = self._debts()
+        wanted = debts + np.where(debts > 0, table.num_drafts[slots], 0)
+        if is_throttled:
+            wanted[debts > 1] = 0
+        if self.config.long_prefill_token_threshold:
+            np.minimum(wanted, self.config.long_prefill_token_threshold, out=wanted)
+        before = np.cumsum(wanted) - wanted
+        affordable: Int32Column = np.clip(budget - before, 0, wanted).astype(np.int32)
+        for row in np.flatnonzero(table.wants_logprobs[slots] & (affordable > 0)).tolist():
+            slot = slots[row]
+            num_known = int(table.num_tokens[slot] + table.num_placeholders[slot])
+            num_computed = int(table.num_computed_tokens[slot])
+            request: Request = table.requests[slot]
+            affordable[row] = self._logprob_room.take(request, num_known, num_computed, int(affordable[row]))
+        return affordable
+
+    def _preempt_for(self, num_new: Int32Column) -> int:
+        """Preempts the last ones until there are blocks for the others' new tokens; returns how many are left."""
+        table, slots = self.table, self.table.running
+        ends = np.where(num_new > 0, table.num_computed_tokens[slots] + num_new, 0)
+        num_blocks = self._blocks_beyond(ends, table.num_kv_tokens[slots])
+        while num_blocks.sum() > self.kv.pool.num_free_blocks:
+            num_blocks = num_blocks[:-1]
+            self._preempt(table.requests[table.running[-1]])
+            table.drop_released()
+        return len(num_blocks)
+
+    def _blocks_beyond(self, num_tokens: Int32Column, num_kv_tokens: Int32Column) -> Int32Column:
+        """Blocks that so many tokens take beyond those that hold num_kv_tokens."""
+        missing: Int32Column = np.maximum(num_tokens - num_kv_tokens + self.config.block_size - 1, 0)
+        return missing // self.config.block_size
 
     def _schedule_waiting(self, builder: PlanBuilder, budget: int) -> int:
         """Admits waiting requests in order while the next one's whole sequence fits; returns the rest of the budget.
@@ -183,29 +239,39 @@ class Scheduler:
         Blocks that running prefills still need are counted as taken: a long prompt admitted by its first chunk alone
         would be preempted again and again.
         """
-        num_promised_blocks = -1
-        while budget > 0 and len(self.running) < self.config.max_num_seqs:
+        table, num_promised_blocks = self.table, -1
+        admitted: list[Request] = []
+        numbers: list[tuple[int, int, int]] = []
+        block_ids: list[int] = []
+        while budget > 0 and self.num_running < self.config.max_num_seqs:
             request = self._next_waiting()
             if request is None:
                 break
             if num_promised_blocks < 0:
-                num_promised_blocks = sum(self.kv.num_missing_blocks(running) for running in self.running)
+                needed = self._blocks_beyond(table.num_tokens[table.running], table.num_kv_tokens[table.running])
+                num_promised_blocks = int(needed.sum())
             computed_blocks = self.kv.get_computed_blocks(request)
-            num_computed_tokens = len(computed_blocks) * self.config.block_size
-            num_new_tokens = self._num_new_tokens(request, num_computed_tokens, budget)
-            if num_new_tokens == 0:
+            num_computed = len(computed_blocks) * self.config.block_size
+            num_new = min(request.num_tokens - num_computed, budget, self.config.long_prefill_token_threshold or budget)
+            num_new = self._logprob_room.take(request, request.num_tokens, num_computed, num_new)
+            if num_new == 0:
                 break
-            block_ids = self.kv.admit(
-                request, computed_blocks, num_computed_tokens + num_new_tokens, num_promised_blocks
-            )
-            if block_ids is None:
+            request_blocks = self.kv.admit(request, computed_blocks, num_computed + num_new, num_promised_blocks)
+            if request_blocks is None:
                 break
             num_promised_blocks += self.kv.num_missing_blocks(request)
             self.waiting.remove(request)
-            self._admit(request, num_computed_tokens)
-            builder.add_new(request, num_new_tokens, block_ids)
-            self._advance(request, num_new_tokens)
-            budget -= num_new_tokens
+            self._admit(request, num_computed)
+            admitted.append(request)
+            numbers.append((num_new, num_computed, len(request_blocks)))
+            block_ids += request_blocks
+            budget -= num_new
+        if admitted:
+            slots = int32(request.slot for request in admitted)
+            num_new_tokens, computed, num_blocks = (int32(column) for column in zip(*numbers, strict=True))
+            rows = Rows.of(slots, num_new_tokens, computed, table.num_tokens[slots], num_blocks)
+            builder.add_new(rows, block_ids, admitted)
+            self._advance(rows)
         return budget
 
     def _next_waiting(self) -> Request | None:
@@ -217,42 +283,49 @@ class Scheduler:
     @property
     def has_started_requests(self) -> bool:
         """Whether any request runs, or ran and waits to run again."""
-        return bool(self.running) or self.waiting.peek_preempted() is not None
+        return bool(self.num_running) or self.waiting.peek_preempted() is not None
 
-    def _num_new_tokens(self, request: Request, num_computed_tokens: int, budget: int) -> int:
-        """How much of its debt the request may pay in this step; 0 where its log-probabilities have no room left."""
-        debt = request.num_tokens_with_spec - num_computed_tokens
-        num_new_tokens = min(debt, budget, self.config.long_prefill_token_threshold or debt)
-        return self._logprob_room.fit(request, num_computed_tokens, num_new_tokens)
-
-    def _advance(self, request: Request, num_new_tokens: int) -> None:
-        self._logprob_room.take(request, request.num_computed_tokens, num_new_tokens)
-        request.num_computed_tokens += num_new_tokens
-        request.last_scheduled_step = self.num_steps
-        self.stats.num_scheduled_tokens += num_new_tokens
+    def _advance(self, rows: Rows) -> int:
+        """Moves rows on as if their step had run; returns how many tokens they compute."""
+        table, slots = self.table, rows.slots
+        num_scheduled = int(rows.num_scheduled_tokens.sum())
+        table.num_computed_tokens[slots] += rows.num_scheduled_tokens
+        table.num_placeholders[slots] += rows.num_sampled_tokens
+        table.num_kv_tokens[slots] += rows.num_new_blocks * self.config.block_size
+        self.stats.num_scheduled_tokens += num_scheduled
+        return num_scheduled
 
     def _admit(self, request: Request, num_computed_tokens: int) -> None:
         """Gives a waiting request its slot and its place in running."""
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = num_computed_tokens
-        request.slot = self._free_slots.pop()
-        request.admitted_step = self.num_steps
-        insort(self.running, request, key=_order)
+        self.table.take(
+            request,
+            num_computed_tokens=num_computed_tokens,
+            next_full_tokens=self._next_full_tokens(request),
+            step=self.num_steps,
+        )
         if not request.scheduled_ns:
             request.scheduled_ns = time.monotonic_ns()
             request.num_hit_tokens = min(num_computed_tokens, request.num_prompt_tokens)
             self.stats.prefix_cache_queries += request.num_prompt_tokens
             self.stats.prefix_cache_hits += request.num_hit_tokens
 
+    def cache_blocks(self, request: Request, num_committed_tokens: int) -> None:
+        """Makes a running request's full blocks findable."""
+        self.kv.cache_blocks(request, num_committed_tokens)
+        self.table.next_full_tokens[request.slot] = self._next_full_tokens(request)
+
+    def _next_full_tokens(self, request: Request) -> int:
+        return (request.num_cached_blocks + 1) * self.config.block_size if self.kv.enable_caching else NEVER
+
     # --- preemption ---
 
     def _preempt(self, request: Request) -> None:
-        """Takes blocks and slot of a request, already out of running, that will recompute everything it knows."""
+        """Takes blocks and slot of a request that will recompute everything it knows."""
         self.kv.free(request)
         self._release_slot(request)
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
-        request.num_output_placeholders = 0
+        request.held_num_computed_tokens = 0
         request.spec_token_ids = []
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
@@ -260,61 +333,18 @@ class Scheduler:
 
     def preempt_all(self) -> int:
         """Preempts everything that runs; returns how many requests that were."""
-        running, self.running = self.running, []
+        running = self.running
         for request in running:
             self._preempt(request)
+        self.table.drop_released()
         return len(running)
 
     # --- update ---
 
     def update(self, step: ScheduledStep, result: StepResult) -> None:
         """Commits a step's result: tokens go to requests that still hold their slot, and to no others."""
-        now_ns = time.monotonic_ns()
-        plan = step.plan
-        results = split_rows(result)
-        num_committed = (plan.num_computed_tokens + plan.num_scheduled_tokens).tolist()
-        has_ended = False
-        for request, slot, num_sampled, num_committed_tokens in zip(
-            step.requests, plan.slots.tolist(), plan.num_sampled_tokens.tolist(), num_committed, strict=True
-        ):
-            row = results.pop(slot, None) or RowResult()
-            if step.is_current(request):
-                has_ended |= self._commit(request, row, num_sampled, num_committed_tokens, now_ns)
-        self.stats.num_unknown_ids += len(results)
-        if has_ended:
-            self._drop_finished()
-
-    def _commit(
-        self, request: Request, row: RowResult, num_sampled: int, num_committed_tokens: int, now_ns: int
-    ) -> bool:
-        """Commits one row; returns whether its request ended."""
-        committed = commit_row(
-            request, row, num_sampled=num_sampled, num_committed_tokens=num_committed_tokens, now_ns=now_ns
-        )
-        self.stats.num_generated_tokens += len(committed.token_ids)
-        self.kv.cache_blocks(request, committed.num_committed_tokens)
-        finished: Finished | None = None
-        if committed.status is not None:
-            self._end(request, committed.status)
-            finished = finished_of(
-                request,
-                stop_token_id=committed.stop_token_id,
-                error_code=committed.error_code,
-                error_message=committed.error_message,
-                now_ns=now_ns,
-            )
-        is_first = not request.is_started
-        request.is_started = True
-        if committed.token_ids or is_first or finished is not None or committed.prompt_logprobs is not None:
-            self.outputs.add_row(
-                request,
-                committed.token_ids,
-                logprobs=committed.logprobs,
-                prompt_logprobs=committed.prompt_logprobs,
-                num_cached_tokens=request.num_hit_tokens if is_first else None,
-                finished=finished,
-            )
-        return finished is not None
+        commit_step(self, step, result)
+        self.table.drop_released()
 
     def fail_step(self, step: ScheduledStep, code: str, message: str) -> None:
         """Ends the requests of a step that failed as a whole.
@@ -322,8 +352,12 @@ class Scheduler:
         For the worker such a step has not happened: the next plan has its number, what it released is released once
         more, and slots that its new requests were to take were never taken.
         """
-        requests = [request for request in step.requests if step.is_current(request)]
-        self.finish(requests, RequestStatus.FINISHED_ERROR, error_code=code, error_message=message)
+        self.finish(
+            step.requests[step.is_current(self.table)],
+            RequestStatus.FINISHED_ERROR,
+            error_code=code,
+            error_message=message,
+        )
         never_taken = {new.slot for new in step.plan.new_requests}
         self._released_slots = [slot for slot in self._released_slots if slot not in never_taken]
         self._released_slots.extend(int(slot) for slot in step.plan.released_slots)
@@ -333,7 +367,7 @@ class Scheduler:
 
     def restart_cache(self, kv: KVCacheManager, epoch: int) -> None:
         """Goes on with a new, empty pool under a new epoch. Nothing may run; the worker's batch is empty."""
-        assert not self.running
+        assert not self.num_running
         self.kv = kv
         self.epoch = epoch
         self._plan_step = 0
@@ -343,7 +377,3 @@ class Scheduler:
     def of_frontend(self, frontend_incarnation: str) -> list[Request]:
         """The live requests of a frontend."""
         return [request for request in self.requests.values() if request.key[0] == frontend_incarnation]
-
-
-def _order(request: Request) -> tuple[int, int, int]:
-    return request.order

@@ -69,7 +69,7 @@ class Utilities:
         if not self._waiting_pauses:
             return
         scheduler = self._engine.scheduler
-        if scheduler.running or (scheduler.has_started_requests and not self._engine.sleep_level):
+        if scheduler.num_running or (scheduler.has_started_requests and not self._engine.sleep_level):
             return
         pauses, self._waiting_pauses = self._waiting_pauses, []
         for command, future in pauses:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from array import array
+
+import numpy as np
 
 from core_svc.block_hash import (
     ROOT_HASH,
@@ -17,7 +18,7 @@ from core_svc.block_hash import (
 )
 from pagewire.engine import Adapter
 
-TOKENS = array("i", [1, 2, 300, 70000])
+TOKENS = np.array([1, 2, 300, 70000], np.int32)
 
 
 def test_the_hash_is_sha256_over_parent_count_and_little_endian_tokens() -> None:
@@ -29,7 +30,7 @@ def test_parent_tokens_and_order_count() -> None:
     first = hash_block(ROOT_HASH, TOKENS)
     others = [
         hash_block(first, TOKENS),
-        hash_block(ROOT_HASH, array("i", reversed(TOKENS))),
+        hash_block(ROOT_HASH, TOKENS[::-1]),
         hash_block(ROOT_HASH, TOKENS[:3]),
         hash_block(ROOT_HASH, TOKENS, b"x"),
     ]

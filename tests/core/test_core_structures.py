@@ -109,8 +109,8 @@ def test_what_a_request_derives_from_its_parameters() -> None:
     made = Request.from_engine_request(asked, FRONTEND, max_model_len=64, sequence=1, now_ns=1_000)
     assert (made.num_tokens, made.num_prompt_tokens, made.max_num_tokens) == (10, 10, 64)
     assert made.eos_token_ids == frozenset() and made.stop_token_ids == {5, 6}
-    assert made.deadline_ns == 250_001_000 and made.is_prefill and made.num_tokens_with_spec == 10
+    assert made.deadline_ns == 250_001_000 and made.num_computed_tokens == 0
     new = made.to_new_request()
     assert new.token_ids.tolist() == asked.prompt_token_ids.tolist() and new.eos_token_ids == ()
-    made.append_token(77)
+    made.held_token_ids[0] = 77
     assert new.token_ids.tolist() == asked.prompt_token_ids.tolist(), "a plan's columns never change afterwards"

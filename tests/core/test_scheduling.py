@@ -171,13 +171,24 @@ def test_case_4_a_victim_is_never_one_already_scheduled_in_the_step() -> None:
     assert_engine_empty(harness)
 
 
-def test_case_4_the_assertion_on_victims_holds_the_line() -> None:
-    harness = Harness(num_blocks=3, block_size=4)
-    harness.add(make_request(1, 4, params(4)), make_request(2, 4, params(4)))
+def test_case_4_victims_are_the_last_and_only_as_many_as_must_be() -> None:
+    """Two rows cross into a new block at once, and one victim's blocks are enough for both of the others.
+
+    Case: vllm#23347
+    """
+    harness = Harness(num_blocks=10, block_size=4, max_num_batched_tokens=64, enable_prefix_caching=False)
+    harness.add(*(make_request(i, 10, params(20)) for i in range(3)))
     harness.step()
-    harness.scheduler.running[-1].last_scheduled_step = harness.scheduler.num_steps + 1
-    with pytest.raises(AssertionError, match="already scheduled"):
-        harness.scheduler.schedule()
+    before = harness.scheduler.running
+    while not harness.engine.stats().num_preemptions:
+        harness.step()
+    assert harness.scheduler.running == before[:2] and before[2].status is RequestStatus.PREEMPTED
+    assert list(harness.steps[-1].requests) == before[:2] and before[2].blocks == []
+    assert harness.plans[-1].num_new_blocks.tolist() == [1, 1]
+    harness.run()
+    for i in range(3):
+        assert harness.of(i).tokens == expected_tokens(harness, make_request(i, 10, params(20)))
+    assert_engine_empty(harness)
 
 
 def test_case_5_no_admission_in_a_step_that_preempted() -> None:

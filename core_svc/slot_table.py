@@ -1,0 +1,147 @@
+"""What every step asks of the running requests: one array per question, one row per slot.
+
+A request's hot numbers live here while it holds a slot, and in the request itself before and after. The scheduler
+reads and writes whole columns, so that a step costs a handful of vector operations however many requests decode.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from core_svc.request import NO_SLOT, Request
+from pagewire.columns import EMPTY_INT32, Int32Column
+
+FREE = np.iinfo(np.int64).max
+"""admitted_step of a slot that nobody holds: later than every step."""
+NEVER = np.iinfo(np.int32).max
+MAX_STOP_IDS = 8
+"""Ids that end a request and are looked for by column; a request with more is looked at by itself."""
+_NO_TOKEN = -1
+
+
+class SlotTable:
+    """Slots 0 to max_num_seqs - 1, and the running requests in the order in which they are served."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        def column(dtype: npt.DTypeLike = np.int32) -> npt.NDArray[Any]:
+            return np.zeros(max_num_seqs, dtype)
+
+        self.max_num_seqs = max_num_seqs
+        self.running: Int32Column = EMPTY_INT32
+        """Slots, first served first."""
+        self.requests: npt.NDArray[np.object_] = np.full(max_num_seqs, None, np.object_)
+        self.admitted_step = np.full(max_num_seqs, FREE, np.int64)
+        """Step in which the request got its slot; an older step's result is not for it."""
+        self.num_tokens: Int32Column = column()
+        self.num_computed_tokens: Int32Column = column()
+        self.num_placeholders: Int32Column = column()
+        """Most tokens that steps in flight will append."""
+        self.num_drafts: Int32Column = column()
+        self.num_prompt_tokens: Int32Column = column()
+        self.max_num_tokens: Int32Column = column()
+        self.min_stop_tokens: Int32Column = column()
+        """Tokens, prompt and output, from which on a stop token ends the request."""
+        self.num_kv_tokens: Int32Column = column()
+        """Positions that the request's blocks have room for."""
+        self.next_full_tokens: Int32Column = column()
+        """Committed tokens from which on one more block is full and gets its hash."""
+        self.last_token_ns: npt.NDArray[np.int64] = column(np.int64)
+        self.is_plain: npt.NDArray[np.bool_] = column(np.bool_)
+        """A sampled token needs to be appended and looked at for a stop, and nothing else."""
+        self.is_drafting: npt.NDArray[np.bool_] = column(np.bool_)
+        """The worker proposes drafts: a step is planned only when the one before is known."""
+        self.wants_logprobs: npt.NDArray[np.bool_] = column(np.bool_)
+        self.stop_ids: Int32Column = np.full((max_num_seqs, MAX_STOP_IDS), _NO_TOKEN, np.int32)
+        """End-of-sequence and stop token ids."""
+        self.request_ids: npt.NDArray[np.uint64] = column(np.uint64)
+        self.frontends: Int32Column = column()
+        """Frontend incarnations, numbered from 0."""
+        self.token_ids: Int32Column = np.zeros((max_num_seqs, 0), np.int32)
+        """Prompt and output."""
+        self._numbers: dict[str, int] = {}
+        """Of frontend incarnations."""
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+
+    def take(self, request: Request, *, num_computed_tokens: int, next_full_tokens: int, step: int) -> None:
+        """Gives a request a slot and its place in running."""
+        slot, params, num_tokens = self._free_slots.pop(), request.sampling_params, request.num_tokens
+        self._make_room(request.max_num_tokens)
+        self.token_ids[slot, :num_tokens] = request.token_ids
+        self.requests[slot] = request
+        self.frontends[slot], self.request_ids[slot] = self._number_of(request.key[0]), request.key[1]
+        self.admitted_step[slot] = step
+        self.num_tokens[slot] = num_tokens
+        self.num_computed_tokens[slot] = num_computed_tokens
+        self.num_prompt_tokens[slot] = request.num_prompt_tokens
+        self.max_num_tokens[slot] = request.max_num_tokens
+        self.min_stop_tokens[slot] = min(request.num_prompt_tokens + params.min_tokens, NEVER)
+        self.next_full_tokens[slot] = next_full_tokens
+        self.last_token_ns[slot] = request.last_token_ns
+        self.wants_logprobs[slot] = request.logprob_width > 0 or request.prompt_logprob_width > 0
+        stop_ids = [*request.eos_token_ids, *request.stop_token_ids][:MAX_STOP_IDS]
+        self.stop_ids[slot] = stop_ids + [_NO_TOKEN] * (MAX_STOP_IDS - len(stop_ids))
+        request.slot, request.table = slot, self
+        self.note_first_token(request)
+        place = bisect_right(self.running, request.order, key=self._order_of)
+        self.running = np.insert(self.running, place, slot).astype(np.int32, copy=False)
+
+    def note_first_token(self, request: Request) -> None:
+        """The request's rows are plain from its first token on, unless it asks for more than tokens."""
+        num_stop_ids = len(request.eos_token_ids) + len(request.stop_token_ids)
+        is_modest = not request.logprob_width and num_stop_ids <= MAX_STOP_IDS
+        self.is_plain[request.slot] = request.first_token_ns > 0 and is_modest
+
+    def release(self, request: Request) -> int:
+        """Takes the slot back; the request keeps its own numbers. drop_released takes it out of running."""
+        slot = request.slot
+        request.held_token_ids = self.token_ids[slot, : self.num_tokens[slot]].copy()
+        request.held_num_computed_tokens = int(self.num_computed_tokens[slot])
+        request.last_token_ns = int(self.last_token_ns[slot])
+        request.slot, request.table = NO_SLOT, None
+        self.requests[slot] = None
+        self.admitted_step[slot] = FREE
+        self.num_placeholders[slot] = self.num_drafts[slot] = self.num_kv_tokens[slot] = 0
+        self.is_drafting[slot] = False
+        self._free_slots.append(slot)
+        return slot
+
+    def drop_released(self) -> None:
+        """Takes slots that were released out of running."""
+        self.running = self.running[self.admitted_step[self.running] != FREE]
+
+    def append(self, slot: int, token_id: int) -> None:
+        """Adds one output token."""
+        self.token_ids[slot, self.num_tokens[slot]] = token_id
+        self.num_tokens[slot] += 1
+
+    def by_frontend(self, slots: Int32Column) -> list[tuple[str, slice | npt.NDArray[np.bool_]]]:
+        """The frontends of some slots, each with where in `slots` its own are."""
+        if len(self._numbers) == 1:
+            return [(name, slice(None)) for name in self._numbers]
+        numbers = self.frontends[slots]
+        found = set(np.unique(numbers).tolist())
+        return [(name, numbers == number) for name, number in self._numbers.items() if number in found]
+
+    def forget_frontend(self, frontend_incarnation: str) -> None:
+        """Frees a frontend's number; none of its requests may hold a slot."""
+        self._numbers.pop(frontend_incarnation, None)
+
+    def _number_of(self, frontend_incarnation: str) -> int:
+        unused = set(range(len(self._numbers) + 1)).difference(self._numbers.values())
+        return self._numbers.setdefault(frontend_incarnation, min(unused))
+
+    def _order_of(self, slot: int) -> tuple[int, int, int]:
+        order: tuple[int, int, int] = self.requests[slot].order
+        return order
+
+    def _make_room(self, num_tokens: int) -> None:
+        """Widens token_ids; pages that nobody wrote to take no memory."""
+        width = self.token_ids.shape[1]
+        if num_tokens > width:
+            wider = np.zeros((self.max_num_seqs, max(num_tokens, 2 * width, 1024)), np.int32)
+            wider[:, :width] = self.token_ids
+            self.token_ids = wider
