@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
 
 from pagewire.columns import Int32Column
 from pagewire.engine import Adapter
@@ -45,5 +46,5 @@ def request_extra_keys(adapter: Adapter | None, cache_salt: str) -> bytes:
 
 def hash_block(parent_hash: bytes, token_ids: Int32Column, extra_keys: bytes = b"") -> bytes:
     """Sha256 of a full block: parent (32 bytes), number of tokens, tokens as int32 LE, extra keys."""
-    tokens = token_ids.astype("<i4", copy=False).tobytes()
+    tokens = (token_ids if sys.byteorder == "little" else token_ids.byteswap()).tobytes()
     return hashlib.sha256(b"".join((parent_hash, _LENGTH.pack(len(token_ids)), tokens, extra_keys))).digest()

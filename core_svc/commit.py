@@ -34,18 +34,16 @@ def commit_step(scheduler: Scheduler, step: ScheduledStep, result: StepResult) -
     results = ResultRows(plan, result, table.max_num_seqs)
     scheduler.stats.num_unknown_ids += results.num_unknown
     is_current = step.is_current(table)
-    current = plan.slots[is_current]
-    table.num_placeholders[current] -= plan.num_sampled_tokens[is_current]
     num_committed = plan.num_computed_tokens + plan.num_scheduled_tokens
 
     is_plain = is_current & results.is_plain & table.is_plain[plan.slots] & (plan.num_sampled_tokens == 1)
-    plain = np.flatnonzero(is_plain)
-    goes_on = ~may_end(table, plan.slots[plain], results.first_tokens(plain))
-    plain = plain[goes_on]
-    is_plain[:] = False
-    is_plain[plain] = True
+    plain = is_plain.nonzero()[0]
+    ends = may_end(table, plan.slots[plain], results.first_tokens(plain))
+    if ends.any():
+        is_plain[plain[ends]] = False
+        plain = plain[~ends]
     _commit_tokens(scheduler, plan.slots[plain], results.first_tokens(plain), num_committed[plain], now_ns)
-    for row in np.flatnonzero(is_current & ~is_plain).tolist():
+    for row in (is_current & ~is_plain).nonzero()[0].tolist():
         request: Request = table.requests[plan.slots[row]]
         num_sampled = int(plan.num_sampled_tokens[row])
         _commit_request(scheduler, request, results.row(row), num_sampled, int(num_committed[row]), now_ns)
@@ -54,8 +52,11 @@ def commit_step(scheduler: Scheduler, step: ScheduledStep, result: StepResult) -
 def may_end(table: SlotTable, slots: Int32Column, token_ids: Int32Column) -> npt.NDArray[np.bool_]:
     """Whether each slot's request ends with this token; `check_stop` says how."""
     num_tokens = table.num_tokens[slots] + 1
-    is_stop = (table.stop_ids[slots] == token_ids[:, None]).any(axis=1) & (num_tokens >= table.min_stop_tokens[slots])
-    ends: npt.NDArray[np.bool_] = is_stop | (num_tokens >= table.max_num_tokens[slots])
+    ends: npt.NDArray[np.bool_] = num_tokens >= table.max_num_tokens[slots]
+    for stop_ids in table.stop_ids[: table.num_stop_ids]:
+        is_stop = stop_ids[slots] == token_ids
+        if is_stop.any():
+            ends |= is_stop & (num_tokens >= table.min_stop_tokens[slots])
     return ends
 
 
@@ -66,14 +67,16 @@ def _commit_tokens(
     if not len(slots):
         return
     table = scheduler.table
-    num_tokens = table.num_tokens[slots]
-    table.token_ids[slots, num_tokens] = token_ids
-    table.num_tokens[slots] = num_tokens + 1
+    offsets = table.num_tokens[slots]
+    table.token_ids[slots, offsets] = token_ids
+    table.num_tokens[slots] = offsets + 1
+    offsets -= table.num_prompt_tokens[slots]
     table.last_token_ns[slots] = now_ns
-    for row in np.flatnonzero(num_committed >= table.next_full_tokens[slots]).tolist():
-        scheduler.cache_blocks(table.requests[slots[row]], int(num_committed[row]))
+    is_full = num_committed >= table.next_full_tokens[slots]
+    if is_full.any():
+        for request, num_tokens in zip(table.requests[slots[is_full]], num_committed[is_full].tolist(), strict=True):
+            scheduler.cache_blocks(request, num_tokens)
     scheduler.stats.num_generated_tokens += len(slots)
-    offsets = num_tokens - table.num_prompt_tokens[slots]
     for frontend, rows in table.by_frontend(slots):
         scheduler.outputs.add_tokens(frontend, table.request_ids[slots[rows]], offsets[rows], token_ids[rows])
 
@@ -144,6 +147,7 @@ def commit_row(
     assert table is not None, "only a request that holds its slot is committed"
     num_rejected = num_sampled - len(result.token_ids)
     table.num_computed_tokens[slot] -= num_rejected
+    table.num_known_tokens[slot] -= num_rejected
     status, stop_token_id = None, None
     num_kept = 0
     for token_id in result.token_ids:
@@ -172,7 +176,7 @@ def _take_drafts(request: Request, table: SlotTable, draft_token_ids: Sequence[i
     """Keeps drafts for the next step, unless that one is in flight already; from now on steps wait for drafts."""
     slot = request.slot
     table.is_drafting[slot] = True
-    if not table.num_placeholders[slot]:
+    if not table.placeholders(slot):
         # A draft past the last token that may come would be computed for nothing, in blocks the pool need not have.
         num_useful = request.max_num_tokens - request.num_tokens - 1
         request.spec_token_ids = list(draft_token_ids[:num_useful])

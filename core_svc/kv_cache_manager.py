@@ -6,8 +6,7 @@ from core_svc.block_hash import ROOT_HASH, hash_block
 from core_svc.block_pool import BlockPool, KVCacheBlock
 from core_svc.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from core_svc.request import Request
-
-_NO_BLOCKS: list[int] = []
+from pagewire.columns import Int32Column
 
 
 class KVCacheManager:
@@ -44,23 +43,18 @@ class KVCacheManager:
         """
         if not self.enable_caching:
             return []
-        found = []
+        found, token_ids = [], request.token_ids
         for idx in range(request.max_num_cached_tokens // self.block_size):
-            block = self.pool.get_cached_block(self._block_hash(request, idx))
+            block = self.pool.get_cached_block(self._block_hash(request, idx, token_ids))
             if block is None:
                 break
             found.append(block)
         return found
 
-    def allocate_slots(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Ids of the blocks added so that the first num_tokens positions have one; None if too few are free."""
-        num_new_blocks = -(-num_tokens // self.block_size) - len(request.blocks)
-        if num_new_blocks <= 0:
-            return _NO_BLOCKS
-        if num_new_blocks > self.pool.num_free_blocks:
-            return None
+    def allocate(self, request: Request, num_new_blocks: int) -> list[int]:
+        """Ids of the blocks that the request gets. Raises ValueError, and changes nothing, if too few are free."""
         blocks = self.pool.get_new_blocks(num_new_blocks)
-        request.blocks.extend(blocks)
+        request.blocks += blocks
         return [block.block_id for block in blocks]
 
     def admit(
@@ -77,8 +71,7 @@ class KVCacheManager:
         self.pool.touch(computed_blocks)
         request.blocks = list(computed_blocks)
         request.num_cached_blocks = len(computed_blocks)
-        new_block_ids = self.allocate_slots(request, num_tokens)
-        assert new_block_ids is not None
+        new_block_ids = self.allocate(request, self.num_blocks_for(num_tokens) - len(computed_blocks))
         return [block.block_id for block in computed_blocks] + new_block_ids
 
     def num_missing_blocks(self, request: Request) -> int:
@@ -91,10 +84,11 @@ class KVCacheManager:
         num_full_blocks = num_committed_tokens // self.block_size
         if not self.enable_caching or num_full_blocks <= first:
             return
+        token_ids = request.token_ids
         for idx in range(first, num_full_blocks):
-            is_new = self.pool.cache_block(request.blocks[idx], self._block_hash(request, idx))
+            is_new = self.pool.cache_block(request.blocks[idx], self._block_hash(request, idx, token_ids))
             if is_new and self._is_recording_events:
-                self._events.append(self._stored(request, idx))
+                self._events.append(self._stored(request, idx, token_ids))
         request.num_cached_blocks = num_full_blocks
 
     def free(self, request: Request) -> None:
@@ -116,22 +110,16 @@ class KVCacheManager:
         events, self._events = self._events, []
         return events
 
-    def _block_hash(self, request: Request, idx: int) -> bytes:
-        hashes = request.block_hashes
-        while len(hashes) <= idx:
-            start = len(hashes) * self.block_size
-            tokens = request.token_ids[start : start + self.block_size]
+    def _block_hash(self, request: Request, idx: int, token_ids: Int32Column) -> bytes:
+        hashes, size = request.block_hashes, self.block_size
+        for start in range(len(hashes) * size, (idx + 1) * size, size):
+            tokens = token_ids[start : start + size]
             hashes.append(
                 hash_block(hashes[-1], tokens) if hashes else hash_block(ROOT_HASH, tokens, request.extra_keys)
             )
         return hashes[idx]
 
-    def _stored(self, request: Request, idx: int) -> BlockStored:
-        start = idx * self.block_size
-        return BlockStored(
-            block_hashes=(request.block_hashes[idx],),
-            parent_block_hash=request.block_hashes[idx - 1] if idx else b"",
-            token_ids=tuple(request.token_ids[start : start + self.block_size]),
-            block_size=self.block_size,
-            adapter=request.adapter,
-        )
+    def _stored(self, request: Request, idx: int, token_ids: Int32Column) -> BlockStored:
+        hashes, size = request.block_hashes, self.block_size
+        tokens = tuple(token_ids[idx * size : (idx + 1) * size].tolist())
+        return BlockStored((hashes[idx],), hashes[idx - 1] if idx else b"", tokens, size, request.adapter)

@@ -74,6 +74,8 @@ class KvEventLog:
             case BlockRemoved():
                 for block_hash in event.block_hashes:
                     self._stored.pop(block_hash, None)
+            case BlockStored(block_hashes=(block_hash,)):
+                self._stored[block_hash] = event
             case BlockStored():
                 parent = event.parent_block_hash
                 for i, block_hash in enumerate(event.block_hashes):

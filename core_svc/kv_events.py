@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagewire.engine import Adapter
 
 
-@dataclass(frozen=True, slots=True)
-class BlockStored:
-    """Blocks that a lookup can find from now on, in the order of their chain."""
+class BlockStored(NamedTuple):
+    """Blocks that a lookup can find from now on, in the order of their chain.
+
+    A named tuple, because one is made for every block that fills: it takes a third of a frozen dataclass's time.
+    """
 
     block_hashes: tuple[bytes, ...]
     """Sha256 of each block, 32 bytes."""

@@ -167,7 +167,7 @@ class Request:
     @property
     def num_output_placeholders(self) -> int:
         """Most tokens that steps in flight will append; 0 between steps that don't overlap."""
-        return 0 if self.table is None else int(self.table.num_placeholders[self.slot])
+        return 0 if self.table is None else self.table.placeholders(self.slot)
 
     @property
     def num_output_tokens(self) -> int:

@@ -34,7 +34,8 @@ class ResultRows:
         self._plan, self._result = plan, result
         self._row_of_slot = np.full(num_slots, -1, np.int32)
         self._row_of_slot[plan.slots] = np.arange(len(plan.slots), dtype=np.int32)
-        rows = self._rows_of(result.slots)
+        is_same = len(result.slots) == len(plan.slots) and bool((result.slots == plan.slots).all())
+        rows = np.arange(len(plan.slots), dtype=np.int32) if is_same else self._rows_of(result.slots)
         is_known = rows >= 0
         if not is_known.all():
             rows = rows[is_known]

@@ -143,7 +143,7 @@ class Scheduler:
         builder = PlanBuilder()
         self._logprob_room = LogprobRoom(self.config.max_logprob_candidates)
         self.num_steps += 1
-        is_throttled = is_prefill_throttled and bool((self._debts() == 1).any())
+        is_throttled = is_prefill_throttled and self._has_decode
         budget = 0 if self.pause_state is PauseState.FROZEN else self.config.max_num_batched_tokens
         num_preemptions = self.stats.num_preemptions
         budget = self._schedule_running(builder, budget, is_throttled)
@@ -158,79 +158,78 @@ class Scheduler:
         released_slots, self._released_slots = self._released_slots, []
         return builder.build(self.num_steps, self.epoch, self._plan_step, released_slots, self.table.requests)
 
-    def _debts(self) -> Int32Column:
-        """Tokens that each running request owes, drafts aside; 0 where only a step in flight can tell.
-
-        That is so where the tokens in flight are its last ones at most, and where they may bring drafts.
-        """
+    @property
+    def _has_decode(self) -> bool:
         table, slots = self.table, self.table.running
-        num_placeholders = table.num_placeholders[slots]
-        num_known = table.num_tokens[slots] + num_placeholders
-        debts = num_known - table.num_computed_tokens[slots]
-        debts[num_known >= table.max_num_tokens[slots]] = 0
-        debts[table.is_drafting[slots] & (num_placeholders > 0)] = 0
-        return debts
+        return bool((table.num_known_tokens[slots] - table.num_computed_tokens[slots] <= 1).any())
 
     def _schedule_running(self, builder: PlanBuilder, budget: int, is_throttled: bool) -> int:
         """Pays debts of running requests in order; returns what is left of the budget."""
-        table = self.table
-        if not budget or not len(table.running):
+        table, slots = self.table, self.table.running
+        if not budget or not len(slots):
             return budget
-        num_new = self._affordable(budget, is_throttled)
-        slots = table.running[: self._preempt_for(num_new)]
-        num_new = num_new[: len(slots)]
-        if not num_new.all():
-            slots, num_new = slots[num_new > 0], num_new[num_new > 0]
-        num_computed = table.num_computed_tokens[slots]
-        num_known = table.num_tokens[slots] + table.num_placeholders[slots]
-        num_blocks, block_ids, drafts = np.zeros(len(slots), np.int32), [], []
-        for row in np.flatnonzero(num_computed + num_new > table.num_kv_tokens[slots]).tolist():
-            allocated = self.kv.allocate_slots(table.requests[slots[row]], int(num_computed[row] + num_new[row]))
-            assert allocated, "who is preempted is settled: the blocks are there"
-            num_blocks[row] = len(allocated)
-            block_ids += allocated
-        for row in np.flatnonzero(table.num_drafts[slots]).tolist():
-            request: Request = table.requests[slots[row]]
-            drafts += request.spec_token_ids[: max(0, int(num_computed[row] + num_new[row] - num_known[row]))]
-            request.spec_token_ids = []
+        num_known, num_computed = table.num_known_tokens[slots], table.num_computed_tokens[slots]
+        num_new = self._affordable(slots, num_known, num_computed, budget, is_throttled)
+        num_blocks = self._blocks_beyond(num_computed + num_new, table.num_kv_tokens[slots])
+        num_left = self._preempt_for(num_blocks)
+        if num_left < len(slots) or not num_new.all():
+            due = num_new[:num_left].nonzero()[0]
+            slots, num_new, num_blocks = slots[due], num_new[due], num_blocks[due]
+            num_known, num_computed = num_known[due], num_computed[due]
+        crossing = num_blocks.nonzero()[0]
+        block_ids: list[int] = []
+        for request, num_new_blocks in zip(table.requests[slots[crossing]], num_blocks[crossing].tolist(), strict=True):
+            block_ids += self.kv.allocate(request, num_new_blocks)
+        table.num_kv_tokens[slots[crossing]] += num_blocks[crossing] * self.config.block_size
         rows = Rows.of(slots, num_new, num_computed, num_known, num_blocks)
+        drafts: list[int] = []
+        if table.num_drafts.any():
+            for request, num_drafts in zip(table.requests[slots], rows.num_draft_tokens.tolist(), strict=True):
+                drafts += request.spec_token_ids[:num_drafts]
+                request.spec_token_ids = []
+            table.num_drafts[slots] = 0
         builder.add(rows, block_ids, drafts)
-        table.num_drafts[slots] = 0
         return budget - self._advance(rows)
 
-    def _affordable(self, budget: int, is_throttled: bool) -> Int32Column:
-        """Tokens that each running request gets in this step, in order, if there are blocks for them."""
-        table, slots = self.table, self.table.running
-        debts = self._debts()
-        wanted = debts + np.where(debts > 0, table.num_drafts[slots], 0)
-        if is_throttled:
-            wanted[debts > 1] = 0
-        if self.config.long_prefill_token_threshold:
-            np.minimum(wanted, self.config.long_prefill_token_threshold, out=wanted)
-        before = np.cumsum(wanted) - wanted
-        affordable: Int32Column = np.clip(budget - before, 0, wanted).astype(np.int32)
-        for row in np.flatnonzero(table.wants_logprobs[slots] & (affordable > 0)).tolist():
-            slot = slots[row]
-            num_known = int(table.num_tokens[slot] + table.num_placeholders[slot])
-            num_computed = int(table.num_computed_tokens[slot])
-            request: Request = table.requests[slot]
-            affordable[row] = self._logprob_room.take(request, num_known, num_computed, int(affordable[row]))
-        return affordable
+    def _affordable(
+        self, slots: Int32Column, num_known: Int32Column, num_computed: Int32Column, budget: int, is_throttled: bool
+    ) -> Int32Column:
+        """Tokens that each slot's request gets in this step, in order, if there are blocks for them.
 
-    def _preempt_for(self, num_new: Int32Column) -> int:
-        """Preempts the last ones until there are blocks for the others' new tokens; returns how many are left."""
-        table, slots = self.table, self.table.running
-        ends = np.where(num_new > 0, table.num_computed_tokens[slots] + num_new, 0)
-        num_blocks = self._blocks_beyond(ends, table.num_kv_tokens[slots])
+        None where only a step in flight can tell what comes next: where its tokens are the last ones at most, and
+        where it may bring drafts.
+        """
+        table = self.table
+        num_new = (num_known - num_computed) * (num_known < table.max_num_tokens[slots])
+        if table.is_drafting.any():
+            is_waiting = table.is_drafting[slots] & (num_known > table.num_tokens[slots])
+            num_new = np.where(is_waiting, 0, num_new + table.num_drafts[slots])
+        if is_throttled:
+            num_new[num_known - num_computed > 1] = 0
+        if self.config.long_prefill_token_threshold:
+            num_new = np.minimum(num_new, self.config.long_prefill_token_threshold)
+        if num_new.sum() > budget:
+            before = np.cumsum(num_new) - num_new
+            num_new = np.clip(budget - before, 0, num_new)
+        num_new = num_new.astype(np.int32, copy=False)
+        if table.wants_logprobs.any():
+            for row in (table.wants_logprobs[slots] & (num_new > 0)).nonzero()[0].tolist():
+                request: Request = table.requests[slots[row]]
+                numbers = (int(column[row]) for column in (num_known, num_computed, num_new))
+                num_new[row] = self._logprob_room.take(request, *numbers)
+        return num_new
+
+    def _preempt_for(self, num_blocks: Int32Column) -> int:
+        """Preempts the last ones until the pool has the others' new blocks; returns how many are left."""
         while num_blocks.sum() > self.kv.pool.num_free_blocks:
             num_blocks = num_blocks[:-1]
-            self._preempt(table.requests[table.running[-1]])
-            table.drop_released()
+            self._preempt(self.table.requests[self.table.running[-1]])
+            self.table.drop_released()
         return len(num_blocks)
 
     def _blocks_beyond(self, num_tokens: Int32Column, num_kv_tokens: Int32Column) -> Int32Column:
         """Blocks that so many tokens take beyond those that hold num_kv_tokens."""
-        missing: Int32Column = np.maximum(num_tokens - num_kv_tokens + self.config.block_size - 1, 0)
+        missing: Int32Column = np.maximum(num_tokens - num_kv_tokens + (self.config.block_size - 1), 0)
         return missing // self.config.block_size
 
     def _schedule_waiting(self, builder: PlanBuilder, budget: int) -> int:
@@ -270,6 +269,7 @@ class Scheduler:
             slots = int32(request.slot for request in admitted)
             num_new_tokens, computed, num_blocks = (int32(column) for column in zip(*numbers, strict=True))
             rows = Rows.of(slots, num_new_tokens, computed, table.num_tokens[slots], num_blocks)
+            table.num_kv_tokens[slots] = num_blocks * self.config.block_size
             builder.add_new(rows, block_ids, admitted)
             self._advance(rows)
         return budget
@@ -289,9 +289,8 @@ class Scheduler:
         """Moves rows on as if their step had run; returns how many tokens they compute."""
         table, slots = self.table, rows.slots
         num_scheduled = int(rows.num_scheduled_tokens.sum())
-        table.num_computed_tokens[slots] += rows.num_scheduled_tokens
-        table.num_placeholders[slots] += rows.num_sampled_tokens
-        table.num_kv_tokens[slots] += rows.num_new_blocks * self.config.block_size
+        table.num_computed_tokens[slots] = rows.num_computed_tokens + rows.num_scheduled_tokens
+        table.num_known_tokens[slots] += rows.num_sampled_tokens
         self.stats.num_scheduled_tokens += num_scheduled
         return num_scheduled
 

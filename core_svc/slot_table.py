@@ -38,8 +38,8 @@ class SlotTable:
         """Step in which the request got its slot; an older step's result is not for it."""
         self.num_tokens: Int32Column = column()
         self.num_computed_tokens: Int32Column = column()
-        self.num_placeholders: Int32Column = column()
-        """Most tokens that steps in flight will append."""
+        self.num_known_tokens: Int32Column = column()
+        """num_tokens, and placeholders: most tokens that steps in flight will append."""
         self.num_drafts: Int32Column = column()
         self.num_prompt_tokens: Int32Column = column()
         self.max_num_tokens: Int32Column = column()
@@ -55,8 +55,9 @@ class SlotTable:
         self.is_drafting: npt.NDArray[np.bool_] = column(np.bool_)
         """The worker proposes drafts: a step is planned only when the one before is known."""
         self.wants_logprobs: npt.NDArray[np.bool_] = column(np.bool_)
-        self.stop_ids: Int32Column = np.full((max_num_seqs, MAX_STOP_IDS), _NO_TOKEN, np.int32)
-        """End-of-sequence and stop token ids."""
+        self.stop_ids: Int32Column = np.full((MAX_STOP_IDS, max_num_seqs), _NO_TOKEN, np.int32)
+        """End-of-sequence and stop token ids: [MAX_STOP_IDS, slots], of which the first num_stop_ids lines are used."""
+        self.num_stop_ids = 0
         self.request_ids: npt.NDArray[np.uint64] = column(np.uint64)
         self.frontends: Int32Column = column()
         """Frontend incarnations, numbered from 0."""
@@ -64,6 +65,7 @@ class SlotTable:
         """Prompt and output."""
         self._numbers: dict[str, int] = {}
         """Of frontend incarnations."""
+        self._has_released = False
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def take(self, request: Request, *, num_computed_tokens: int, next_full_tokens: int, step: int) -> None:
@@ -74,7 +76,7 @@ class SlotTable:
         self.requests[slot] = request
         self.frontends[slot], self.request_ids[slot] = self._number_of(request.key[0]), request.key[1]
         self.admitted_step[slot] = step
-        self.num_tokens[slot] = num_tokens
+        self.num_tokens[slot] = self.num_known_tokens[slot] = num_tokens
         self.num_computed_tokens[slot] = num_computed_tokens
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.max_num_tokens[slot] = request.max_num_tokens
@@ -83,7 +85,8 @@ class SlotTable:
         self.last_token_ns[slot] = request.last_token_ns
         self.wants_logprobs[slot] = request.logprob_width > 0 or request.prompt_logprob_width > 0
         stop_ids = [*request.eos_token_ids, *request.stop_token_ids][:MAX_STOP_IDS]
-        self.stop_ids[slot] = stop_ids + [_NO_TOKEN] * (MAX_STOP_IDS - len(stop_ids))
+        self.stop_ids[:, slot] = stop_ids + [_NO_TOKEN] * (MAX_STOP_IDS - len(stop_ids))
+        self.num_stop_ids = max(self.num_stop_ids, len(stop_ids))
         request.slot, request.table = slot, self
         self.note_first_token(request)
         place = bisect_right(self.running, request.order, key=self._order_of)
@@ -104,17 +107,24 @@ class SlotTable:
         request.slot, request.table = NO_SLOT, None
         self.requests[slot] = None
         self.admitted_step[slot] = FREE
-        self.num_placeholders[slot] = self.num_drafts[slot] = self.num_kv_tokens[slot] = 0
-        self.is_drafting[slot] = False
+        self.num_drafts[slot] = self.num_kv_tokens[slot] = 0
+        self.is_drafting[slot] = self.wants_logprobs[slot] = False
+        self._has_released = True
         self._free_slots.append(slot)
         return slot
 
     def drop_released(self) -> None:
         """Takes slots that were released out of running."""
-        self.running = self.running[self.admitted_step[self.running] != FREE]
+        if self._has_released:
+            self.running = self.running[self.admitted_step[self.running] != FREE]
+            self._has_released = False
+
+    def placeholders(self, slot: int) -> int:
+        """Most tokens that steps in flight will append."""
+        return int(self.num_known_tokens[slot] - self.num_tokens[slot])
 
     def append(self, slot: int, token_id: int) -> None:
-        """Adds one output token."""
+        """Puts a token in the place of a placeholder."""
         self.token_ids[slot, self.num_tokens[slot]] = token_id
         self.num_tokens[slot] += 1
 
