@@ -304,6 +304,7 @@ class InprocessClient:
             self._has_outputs.clear()
             while self._outputs:
                 yield self._outputs.popleft()
+                await asyncio.sleep(0)  # a busy core must not starve the callers
             if self._error is not None:
                 raise self._error
 

@@ -7,7 +7,7 @@ message. So it is bounded by what the request may generate, and a caller that fa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from frontend_svc.logprobs import LogprobsProcessor
 from frontend_svc.outputs import CompletionOutput, OutputKind, PositionLogprobs, RequestOutput, Usage
@@ -41,6 +41,7 @@ class ParentRequest:
         self._prompt_logprobs: list[PositionLogprobs] = [{}]
         self._changed: dict[int, RequestState] = {}
         self._wake = asyncio.Event()
+        self._on_ready: Callable[[], None] | None = None
         self._has_sent = False
         self._has_ended = False
         self._num_unfinished = 0
@@ -90,7 +91,7 @@ class ParentRequest:
         """Ends it with an error, once; what waits is dropped."""
         if not self.is_finished:
             self.error = error
-            self._wake.set()
+            self._ring()
 
     def finish_children(self, reason: FinishReason) -> None:
         """Ends every child that still lives."""
@@ -107,7 +108,24 @@ class ParentRequest:
             # computes them.
             if self._prompt_processor is not None and len(self._prompt_logprobs) < len(self._prompt_token_ids):
                 return
-        self._wake.set()
+        self._ring()
+
+    def _ring(self) -> None:
+        if not self._wake.is_set():
+            self._wake.set()
+            if self._on_ready is not None:
+                self._on_ready()
+
+    def listen(self, on_ready: Callable[[], None] | None) -> None:
+        """Calls `on_ready` whenever there is something to take, now or later; None ends that. For one listener."""
+        self._on_ready = on_ready
+        if on_ready is not None and self.is_ready:
+            on_ready()
+
+    @property
+    def is_ready(self) -> bool:
+        """There is something to take: an output, or the error that ended the request."""
+        return self._wake.is_set()
 
     def take(self) -> RequestOutput:
         """What is there now; to be called once `get` would not wait."""
@@ -139,6 +157,10 @@ class ParentRequest:
     async def get(self) -> RequestOutput:
         """Waits for the next output. Raises the error that ended the request."""
         await self._wake.wait()
+        return self.take_ready()
+
+    def take_ready(self) -> RequestOutput:
+        """What is there, once `is_ready`. Raises the error that ended the request."""
         if self.error is not None:
             self._has_ended = True
             raise self.error

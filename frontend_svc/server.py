@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import Coroutine
 from typing import Any
 
 import grpc.aio
@@ -13,6 +13,8 @@ import grpc.aio
 from frontend_svc import wire
 from frontend_svc.core_client import GrpcCoreClient
 from frontend_svc.engine_client import EngineCoreClient
+from frontend_svc.input_processor import TextRequest
+from frontend_svc.outputs import RequestOutput
 from frontend_svc.service import TextService
 from frontend_svc.settings import FrontendSettings
 from pagewire.engine import TraceContext
@@ -52,23 +54,36 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
     def __init__(self, service: TextService) -> None:
         self._service = service
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Streams; a cancelled call ends the request in the core."""
         text_request = wire.text_request_from_generate(request, _remaining_s(context), _trace_context(context))
-        async with contextlib.aclosing(self._service.generate(text_request)) as outputs:
-            async for output in outputs:
-                yield wire.fill_response(pb.GenerateResponse(), output)
+        await self._respond(text_request, pb.GenerateResponse(), context)
 
-    async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
+    async def Chat(self, request: pb.ChatRequest, context: Context) -> None:  # type: ignore[override]
         """Streams; a cancelled call ends the request in the core."""
         arguments = (request, _remaining_s(context), _trace_context(context))
         if request.ByteSize() <= MAX_BYTES_READ_ON_LOOP:
             text_request = wire.text_request_from_chat(*arguments)
         else:
             text_request = await self._service.off_loop(wire.text_request_from_chat, *arguments)
-        async with contextlib.aclosing(self._service.generate(text_request)) as outputs:
-            async for output in outputs:
-                yield wire.fill_response(pb.ChatResponse(), output)
+        await self._respond(text_request, pb.ChatResponse(), context)
+
+    async def _respond(
+        self, request: TextRequest, message: pb.GenerateResponse | pb.ChatResponse, context: Context
+    ) -> None:
+        """Sends the outputs, each in the same message: gRPC has its bytes before the next one is filled in.
+
+        With `context.write` and not as a generator, so that the outbox starts the writes of all calls in one go.
+        """
+
+        def write(output: RequestOutput) -> Coroutine[Any, Any, None]:
+            return context.write(wire.fill_response(message, output))
+
+        try:
+            await self._service.respond(request, write)
+        except grpc.aio.BaseError as error:
+            # What a write says once the call is over.
+            raise asyncio.CancelledError from error
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """UNIMPLEMENTED: no pooling model is served."""

@@ -1,7 +1,7 @@
 """The text service: what FrontendService offers, in plain Python, over any EngineCoreClient.
 
 A request ends once: with its last output (finish reasons STOP, LENGTH, or ABORT where somebody called `abort`), or
-with a PagewireError. Leaving the iterator early is the caller's cancellation and frees everything.
+with a PagewireError. Cancelling `respond` is the caller's cancellation and frees everything.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from frontend_svc.engine_client import EngineCoreClient
 from frontend_svc.input_processor import Conversation, InputProcessor, TextRequest
+from frontend_svc.outbox import Outbox, ResponseWriter, Write
 from frontend_svc.output_processor import DEFAULT_MAX_TOKENS_BEHIND
 from frontend_svc.outputs import RequestOutput
 from frontend_svc.parallel_sampling import ParentRequest
@@ -79,7 +80,7 @@ class TextService:
         while True:
             try:
                 client = await self._connect()
-                session = await self.off_loop(CoreSession, client, self._max_tokens_behind)
+                session = await self.off_loop(CoreSession, client, self._max_tokens_behind, Outbox())
             except PagewireError as error:
                 self._why_unavailable = error.message
                 log.warning("cannot use the core: %s", error)
@@ -142,14 +143,14 @@ class TextService:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: TextRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Completes a prompt or answers a conversation.
+    async def respond(self, request: TextRequest, write: Write) -> None:
+        """Completes a prompt or answers a conversation; returns once `write` has sent the last output.
 
-        Yields outputs by the request's output_kind; the last has `finished` and `usage` set.
+        Sends outputs by the request's output_kind; the last has `finished` and `usage` set.
 
         Raises:
             InvalidArgumentError, NotFoundError, AlreadyExistsError, ResourceExhaustedError, UnavailableError,
-            DeadlineExceededError, InternalError.
+            DeadlineExceededError, InternalError, and what `write` raises.
         """
         if self._is_draining:
             raise UnavailableError("the frontend is shutting down", retry_after_s=RETRY_AFTER_S, reason="SHUTDOWN")
@@ -159,14 +160,16 @@ class TextService:
         if not request.request_id:
             request = replace(request, request_id=f"req-{secrets.token_hex(12)}")
         ticket = session.reserve(request.request_id, request.sampling_params.n)
+
+        def send(output: RequestOutput) -> Coroutine[Any, Any, None]:
+            if output.finished:
+                # Before it is sent: who has the last output may use the id again.
+                session.release(ticket)
+            return write(output)
+
         try:
             parent = await self._hand_over(session, ticket, request, started)
-            while not parent.has_ended:
-                output = await parent.get()
-                if output.finished:
-                    # Before it is sent: who has the last output may use the id again.
-                    session.release(ticket)
-                yield output
+            await ResponseWriter(parent, send, session.outbox).run()
         finally:
             session.release(ticket)
             is_late = request.remaining_s is not None and time.monotonic() - started >= request.remaining_s

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from frontend_svc.chat_template import ChatTemplate
 from frontend_svc.engine_client import EngineCoreClient
 from frontend_svc.input_processor import InputProcessor
+from frontend_svc.outbox import Outbox
 from frontend_svc.output_processor import Aborts, OutputProcessor
 from frontend_svc.parallel_sampling import ParentRequest
 from frontend_svc.tokenizer import Tokenizer
@@ -55,10 +56,12 @@ class CoreSession:
     Args:
         client: the core.
         max_tokens_behind: see OutputProcessor.
+        outbox: sends what comes to the callers.
     """
 
-    def __init__(self, client: EngineCoreClient, max_tokens_behind: int) -> None:
+    def __init__(self, client: EngineCoreClient, max_tokens_behind: int, outbox: Outbox) -> None:
         self.client = client
+        self.outbox = outbox
         tokenizer = Tokenizer(client.tokenizer_files)
         self.inputs = InputProcessor(client.info, tokenizer, ChatTemplate(client.tokenizer_files, tokenizer))
         self.outputs = OutputProcessor(max_tokens_behind)
@@ -179,7 +182,7 @@ class CoreSession:
             aborts = self.outputs.process_outputs(outputs)
             if aborts:
                 self.send(aborts)
-            await asyncio.sleep(0)  # a busy core must not starve the callers
+            self.outbox.flush()
         raise UnavailableError("the core ended the stream of outputs", retry_after_s=RETRY_AFTER_S)
 
     async def wait_idle(self) -> None:

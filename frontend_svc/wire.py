@@ -158,7 +158,8 @@ def _json_object(text: str, path: str) -> dict[str, Any]:
 
 
 def fill_response(response: Response, output: RequestOutput) -> Response:
-    """Writes an output into a GenerateResponse or ChatResponse and returns it."""
+    """Makes a GenerateResponse or ChatResponse say this output and nothing else; returns it."""
+    response.Clear()
     response.request_id = output.request_id
     for completion in output.outputs:
         _fill_completion(response.outputs.add(), completion)
