@@ -30,6 +30,8 @@ class EngineConfig:
     """Prefills get a turn in every so many steps while decodes run; 1 is every step."""
     max_logprob_candidates: int = 2**22
     """Most (token, log-probability) pairs of one step, 8 bytes each: what its messages have room for."""
+    async_scheduling: bool = True
+    """Plan the next step while one runs, so that the worker never waits for the core. Output is the same."""
     log_requests: bool = False
     """Log one line per request and step."""
     tombstone_ttl_s: float = 60.0

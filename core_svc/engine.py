@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
+from collections.abc import Callable
 from typing import TypeVar
 
 from core_svc.config import EngineConfig
+from core_svc.engine_calls import EngineCalls
 from core_svc.executor import CacheInfo, Executor
-from core_svc.executor_link import ExecutorLink, InFlight
+from core_svc.executor_link import InFlight
 from core_svc.inbox import (
     Abort,
     Add,
     DropFrontend,
     ExecutorLost,
-    Inbox,
     Message,
     ResumeWith,
     Shutdown,
     Utility,
     refuse,
-    reject,
     resolve,
 )
 from core_svc.intake import Intake
@@ -35,20 +31,14 @@ from core_svc.plan_builder import ScheduledStep
 from core_svc.scheduler import Scheduler
 from core_svc.step_log import log_step
 from core_svc.utilities import Utilities
-from core_svc.validation import limits_of, request_violations
+from core_svc.validation import limits_of
 from pagewire.engine import (
-    AbortOutcome,
     AbortReason,
-    Command,
-    CommandResult,
-    CoreStats,
-    EngineRequest,
     ModelInfo,
     StepOutputs,
 )
 from pagewire.errors import (
     FailedPreconditionError,
-    InvalidArgumentError,
     PagewireError,
     ResourceExhaustedError,
     UnavailableError,
@@ -61,12 +51,8 @@ Publish = Callable[[str, StepOutputs], None]
 """Takes (frontend incarnation, outputs); called on the engine thread, must not block."""
 
 
-class EngineCore:
-    """One model's scheduler loop.
-
-    add, abort, utility, drop_frontend, shutdown, fail, resume_with, validate and stats may be called from any thread;
-    run, step and has_work belong to the engine thread.
-    """
+class EngineCore(EngineCalls):
+    """One model's scheduler loop. Its own methods belong to the engine thread; EngineCalls are for any thread."""
 
     def __init__(
         self,
@@ -78,141 +64,29 @@ class EngineCore:
         on_kv_events: Callable[[list[KvEvent]], None] | None = None,
         epoch: int = 1,
     ) -> None:
-        self.config = config
-        self.epoch = epoch
-        self.sleep_level = 0
-        self.step_started_ns = 0
-        """Monotonic start of the step that runs now; 0 between steps. Read by the edge's watchdog."""
-        self._link = ExecutorLink(executor)
-        self._model = model
-        self.cache = cache
         self._publish_to = publish
         self._on_kv_events = on_kv_events
-        self._limits = limits_of(model, cache.num_blocks, config)
-        self.scheduler = Scheduler(config, self._new_kv(cache), epoch=epoch)
-        self._inbox = Inbox()
+        super().__init__(executor, model, cache, config, Scheduler(config, self._new_kv(cache, config), epoch=epoch))
         self._received: deque[Message] = deque()
         """Messages out of the inbox that are not dealt with."""
         self._utilities = Utilities(self)
         self._intake = Intake(self.scheduler)
         self._is_lost = False
-        self._shutdown_ns: int | None = None
-        # Shared with the callers' threads, under the lock.
-        self._lock = threading.Lock()
-        self._num_pending_adds = 0
-        self._refusal: UnavailableError | None = None
-        self._is_stopped = False
-
-    @property
-    def model(self) -> ModelInfo:
-        """The model as it is served: max_model_len is cut to what the KV pool can hold."""
-        return replace(self._model, max_model_len=self._limits.max_num_tokens)
-
-    @property
-    def num_steps(self) -> int:
-        return self.scheduler.num_steps
-
-    # --- from any thread ---
-
-    def validate(self, request: EngineRequest, path: str = "requests[0]") -> None:
-        """Raises InvalidArgumentError for a request that could never run here."""
-        if found := request_violations(request, self._limits, path):
-            raise InvalidArgumentError(found)
-
-    def add(self, frontend_incarnation: str, requests: Sequence[EngineRequest]) -> None:
-        """Hands over requests, all or none; a known id changes nothing.
-
-        Raises InvalidArgumentError, ResourceExhaustedError above max_num_requests, UnavailableError while the engine
-        drains or has no worker.
-        """
-        found = [v for i, r in enumerate(requests) for v in request_violations(r, self._limits, f"requests[{i}]")]
-        if found:
-            raise InvalidArgumentError(found)
-        with self._lock:
-            if self._refusal is not None:
-                raise self._refusal
-            num_held = len(self.scheduler.requests) + self._num_pending_adds
-            if num_held + len(requests) > self.config.max_num_requests:
-                raise ResourceExhaustedError(
-                    f"the core holds {num_held} requests, max_num_requests is {self.config.max_num_requests}",
-                    retry_after_s=1.0,
-                )
-            self._num_pending_adds += len(requests)
-            self._inbox.put(Add(frontend_incarnation, list(requests)))
-
-    def abort(
-        self, frontend_incarnation: str, request_ids: Sequence[int], reason: AbortReason
-    ) -> Future[list[AbortOutcome]]:
-        """Ends requests; idempotent. The future has one outcome per id, in order."""
-        message = Abort(frontend_incarnation, list(request_ids), reason)
-        self._put(message, message.future)
-        return message.future
-
-    def utility(self, command: Command) -> Future[CommandResult]:
-        """Runs an administrative command; its errors are PagewireErrors in the future."""
-        message = Utility(command)
-        self._put(message, message.future)
-        return message.future
-
-    def drop_frontend(self, frontend_incarnation: str, reason: AbortReason) -> None:
-        """Ends everything of a frontend that is gone and publishes nothing to it."""
-        self._inbox.put(DropFrontend(frontend_incarnation, reason))
-
-    def shutdown(self, drain_s: float = 0.0) -> None:
-        """Refuses adds, lets requests finish for drain_s, aborts the rest; then run returns."""
-        with self._lock:
-            self._refusal = UnavailableError("the core shuts down", reason="SHUTTING_DOWN")
-            self._inbox.put(Shutdown(time.monotonic_ns() + int(drain_s * 1e9)))
-
-    def fail(self, error: PagewireError) -> None:
-        """Ends every request with the error, a step that runs included; adds are refused until resume_with."""
-        with self._lock:
-            if self._link.mark_lost(error):
-                self._refusal = self._refusal or UnavailableError(f"the core has no worker: {error.message}")
-                self._inbox.put(ExecutorLost(error))
-
-    def resume_with(self, cache: CacheInfo, epoch: int) -> Future[None]:
-        """Goes on after fail with a worker whose pool is new and empty; adds are taken from now on."""
-        message = ResumeWith(cache, epoch)
-        with self._lock:
-            if self._shutdown_ns is None:
-                self._refusal = None
-            self._link.renew()
-            self._limits = limits_of(self._model, cache.num_blocks, self.config)
-            self._inbox.put(message)
-        return message.future
-
-    def stats(self) -> CoreStats:
-        """Numbers as of now."""
-        scheduler = self.scheduler
-        num_running = scheduler.num_running
-        return replace(
-            scheduler.stats,
-            num_running=num_running,
-            num_waiting=max(0, len(scheduler.requests) - num_running) + self._num_pending_adds,
-            num_used_blocks=scheduler.kv.pool.num_used_blocks,
-            num_steps=scheduler.num_steps,
-            is_paused=scheduler.is_paused,
-            sleep_level=self.sleep_level,
-            epoch=self.epoch,
-        )
-
-    def _put(self, message: Message, future: Future[T]) -> None:
-        with self._lock:
-            if self._is_stopped:
-                reject(future, UnavailableError("the core has shut down"))
-            else:
-                self._inbox.put(message)
+        self._executed_ns = 0
 
     # --- the loop ---
 
     def run(self) -> None:
         """Steps while there is something to do, blocks while there is not; returns after shutdown, raises faults."""
+        in_flight: InFlight | None = None
         try:
             while not self._is_stopped:
-                if not self._inbox and not self._can_step:
+                if in_flight is None and not self._inbox and not self._can_step:
                     self._inbox.wait(self._idle_timeout_s())
-                self.step()
+                if self.config.async_scheduling:
+                    in_flight = self.step_ahead(in_flight)
+                else:
+                    self.step()
         except BaseException as error:
             self._stop(UnavailableError(f"the core died: {error!r}"))
             raise
@@ -220,14 +94,32 @@ class EngineCore:
     def step(self) -> bool:
         """One transaction: receive, schedule, execute, update, publish. Returns whether anything was done."""
         self.step_started_ns = time.monotonic_ns()
-        has_received = self._receive()
-        in_flight = self._execute(self._schedule())
-        self._update(in_flight)
+        has_received = bool(self._inbox)
+        self._receive(None)
+        submitted = self._submit(self._schedule())
+        self._update(submitted, None)
         self._utilities.answer_pauses()
         has_published = self._publish()
         self._stop_if_done()
         self.step_started_ns = 0
-        return has_received or in_flight is not None or has_published
+        return has_received or submitted is not None or has_published
+
+    def step_ahead(self, in_flight: InFlight | None) -> InFlight | None:
+        """The same with overlap: the next step is planned and submitted before the one in flight is waited for.
+
+        Returns the step that is in flight then.
+        """
+        self.step_started_ns = time.monotonic_ns()
+        in_flight = self._receive(in_flight)
+        ahead = self._submit(self._schedule())
+        ahead = self._update(in_flight, ahead)
+        if ahead is None:
+            self._utilities.answer_pauses()
+        self._publish()
+        if ahead is None:
+            self._stop_if_done()
+        self.step_started_ns = 0
+        return ahead
 
     def has_work(self) -> bool:
         """Whether there are unfinished requests, ended ones to flush to the worker, or messages to receive."""
@@ -244,16 +136,23 @@ class EngineCore:
 
     # --- receive ---
 
-    def _receive(self) -> bool:
+    def _receive(self, in_flight: InFlight | None) -> InFlight | None:
+        """Deals with messages and deadlines; returns what is in flight then.
+
+        Commands run between steps, and what is said of the worker is about the step that it has: before both, the step
+        in flight is committed.
+        """
         self._received.extend(self._inbox.take())
-        has_received = bool(self._received)
         while self._received:
+            if isinstance(self._received[0], Utility | ExecutorLost | ResumeWith):
+                in_flight = self._update(in_flight, None)
+                self._publish()
             self._handle(self._received[0])
             self._received.popleft()
         self._intake.expire_deadlines()
         if self._shutdown_ns is not None and time.monotonic_ns() >= self._shutdown_ns:
             self._intake.abort_all(AbortReason.SHUTDOWN)
-        return has_received
+        return in_flight
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -294,7 +193,7 @@ class EngineCore:
         self.scheduler.stats.schedule_s += (time.monotonic_ns() - started_ns) / 1e9
         return step
 
-    def _execute(self, step: ScheduledStep | None) -> InFlight | None:
+    def _submit(self, step: ScheduledStep | None) -> InFlight | None:
         if step is None:
             return None
         try:
@@ -303,23 +202,28 @@ class EngineCore:
             self._fail_step(step, error)
             return None
 
-    def _update(self, in_flight: InFlight | None) -> None:
-        """Waits for the step's result, drains the aborts that came meanwhile, and commits."""
+    def _update(self, in_flight: InFlight | None, ahead: InFlight | None) -> InFlight | None:
+        """Waits for a step's result, drains the aborts that came meanwhile, and commits.
+
+        Returns the step submitted behind it, or None where that one went down with it.
+        """
         if in_flight is None:
-            return
+            return ahead
         step = in_flight.step
         try:
             result = self._link.result(in_flight)
         except Exception as error:
-            self._fail_step(step, error)
-            return
-        executed_ns = time.monotonic_ns()
+            self._fail_step(step, error, ahead.step if ahead is not None else None)
+            return None
+        started_ns, executed_ns = max(in_flight.submitted_ns, self._executed_ns), time.monotonic_ns()
+        self._executed_ns = executed_ns
         self._receive_aborts()
         self.scheduler.update(step, result)
-        self.scheduler.stats.execute_s += (executed_ns - in_flight.submitted_ns) / 1e9
+        self.scheduler.stats.execute_s += (executed_ns - started_ns) / 1e9
         self.scheduler.stats.update_s += (time.monotonic_ns() - executed_ns) / 1e9
         if self.config.log_requests:
             log_step(step)
+        return ahead
 
     def _publish(self) -> bool:
         started_ns = time.monotonic_ns()
@@ -334,11 +238,11 @@ class EngineCore:
 
     # --- failures ---
 
-    def _fail_step(self, step: ScheduledStep, error: Exception) -> None:
-        """A step failed: its requests end if the worker lives, everything ends if it does not."""
+    def _fail_step(self, step: ScheduledStep, error: Exception, ahead: ScheduledStep | None = None) -> None:
+        """A step failed, and with it the one behind it: its requests end if the worker lives, else all do."""
         if isinstance(error, PagewireError) and not isinstance(error, UnavailableError | FailedPreconditionError):
             logger.error("step %d failed: %s", step.number, error)
-            self.scheduler.fail_step(step, error.code, error.message)
+            self.scheduler.fail_step(step, error.code, error.message, ahead)
             return
         logger.error("the executor is lost in step %d", step.number, exc_info=error)
         lost = error if isinstance(error, UnavailableError) else UnavailableError(f"the worker is lost: {error}")
@@ -383,18 +287,18 @@ class EngineCore:
 
     def start_epoch(self, cache: CacheInfo, epoch: int) -> None:
         """Goes on with a new, empty pool; nothing may run. Requests that it can't hold any more end with an error."""
-        self.cache, self.epoch = cache, epoch
+        self.cache = cache
         self._limits = limits_of(self._model, cache.num_blocks, self.config)
-        self.scheduler.restart_cache(self._new_kv(cache), epoch)
+        self.scheduler.restart_cache(self._new_kv(cache, self.config), epoch)
         too_large = [r for r in self.scheduler.requests.values() if r.max_num_tokens > self._limits.max_num_tokens]
         self._intake.end_with_error(too_large, ResourceExhaustedError("the new KV pool is too small for the request"))
         if self._on_kv_events is not None:
             self._on_kv_events([AllBlocksCleared()])
 
-    def _new_kv(self, cache: CacheInfo) -> KVCacheManager:
+    def _new_kv(self, cache: CacheInfo, config: EngineConfig) -> KVCacheManager:
         return KVCacheManager(
             cache.num_blocks,
-            self.config.block_size,
-            enable_caching=self.config.enable_prefix_caching,
+            config.block_size,
+            enable_caching=config.enable_prefix_caching,
             is_recording_events=self._on_kv_events is not None,
         )

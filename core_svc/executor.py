@@ -64,7 +64,10 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
-        """Hands over a plan. Results come in the order of plans."""
+        """Hands over a plan and returns; two may be pending. Results come in the order of plans.
+
+        A plan behind one that failed as a whole fails too, with AbortedError: neither has happened.
+        """
         ...
 
     def sleep(self, level: int) -> int:

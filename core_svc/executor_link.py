@@ -22,6 +22,8 @@ class InFlight:
 
     step: ScheduledStep
     future: Future[StepResult]
+    lost: Future[PagewireError]
+    """Resolved when the worker that has the step is lost."""
     submitted_ns: int
 
 
@@ -63,11 +65,11 @@ class ExecutorLink:
     def submit(self, step: ScheduledStep) -> InFlight:
         """Hands a step over."""
         submitted_ns = time.monotonic_ns()
-        return InFlight(step, self._executor.submit(step.plan), submitted_ns)
+        return InFlight(step, self._executor.submit(step.plan), self._lost, submitted_ns)
 
     def result(self, in_flight: InFlight) -> StepResult:
         """The step's result; raises what it failed with, or what mark_lost was told while it ran."""
-        lost, future = self._lost, in_flight.future
+        lost, future = in_flight.lost, in_flight.future
         if not future.done():
             futures: tuple[Future[Any], ...] = (future, lost)
             wait(futures, return_when=FIRST_COMPLETED)

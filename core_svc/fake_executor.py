@@ -19,7 +19,7 @@ from core_svc.executor import CacheInfo, CacheSpec, ModelSpec
 from core_svc.fake_model import FakeModel, Hashes, mix, prefix_hashes
 from pagewire.columns import EMPTY_INT32
 from pagewire.engine import LogprobColumns, ModelInfo
-from pagewire.errors import FailedPreconditionError
+from pagewire.errors import AbortedError, FailedPreconditionError
 from pagewire.plan import NewRequest, StepPlan, StepResult
 
 
@@ -57,6 +57,8 @@ class _Row:
     hashes: Hashes
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
+    error: str = ""
+    """The request has failed; its rows are skipped until the slot is released."""
 
 
 class FakeExecutor:
@@ -88,6 +90,7 @@ class FakeExecutor:
 
     def _start_epoch(self, spec: CacheSpec, epoch: int) -> None:
         self._spec, self._epoch, self._next_step = spec, epoch, 1
+        self._has_failed = False
         self._kv = np.zeros(spec.num_blocks * spec.block_size, np.uint64)
         self._rows: dict[int, _Row] = {}
 
@@ -172,8 +175,9 @@ class FakeExecutor:
             return _constant_result(plan)
         try:
             self._check_order(plan)
-            if error := options.failures.get(self.num_plans):
-                raise error
+            self._has_failed = self.num_plans in options.failures
+            if self._has_failed:
+                raise options.failures[self.num_plans]
             self._update_batch(plan)
             self._write_kv(plan)
             self._check_kv(plan)
@@ -184,6 +188,8 @@ class FakeExecutor:
             raise
 
     def _check_order(self, plan: StepPlan) -> None:
+        if self._has_failed and (plan.epoch, plan.step) == (self._epoch, self._next_step + 1):
+            raise AbortedError("the step before it failed")
         if (plan.epoch, plan.step) != (self._epoch, self._next_step):
             expected = f"expected epoch {self._epoch} step {self._next_step}"
             raise PlanViolation(f"{expected}, got epoch {plan.epoch} step {plan.step}")
@@ -209,6 +215,8 @@ class FakeExecutor:
             row = self._rows[slot]
             row.block_table.extend(next(blocks) for _ in range(int(plan.num_new_blocks[idx])))
             self._append_drafts(row, [next(drafts) for _ in range(num_drafts[idx])])
+            if row.error:
+                continue
             self._check_row(
                 row,
                 computed=int(plan.num_computed_tokens[idx]),
@@ -247,6 +255,8 @@ class FakeExecutor:
     def _write_kv(self, plan: StepPlan) -> None:
         for idx, slot in enumerate(plan.slots.tolist()):
             row, start = self._rows[slot], int(plan.num_computed_tokens[idx])
+            if row.error:
+                continue
             end = start + int(plan.num_scheduled_tokens[idx])
             self._kv[self._kv_slots(row, end)[start:]] = row.hashes[start:end]
             row.num_computed = end
@@ -255,7 +265,7 @@ class FakeExecutor:
         """After all rows wrote: each finds its own prefix, and nobody else's."""
         for slot in plan.slots.tolist():
             row = self._rows[slot]
-            end = row.num_computed
+            end = 0 if row.error else row.num_computed
             is_there = self._kv[self._kv_slots(row, end)] == row.hashes[:end]
             require(
                 bool(is_there.all()), f"request {row.request.request_id}: wrong KV at {np.flatnonzero(~is_there)[:5]}"
@@ -271,11 +281,14 @@ class FakeExecutor:
         for idx in order:
             slot, num_sampled = int(plan.slots[idx]), int(plan.num_sampled_tokens[idx])
             row = self._rows[slot]
+            if row.error:
+                result.errors[slot] = row.error
+                continue
             self._add_prompt_logprobs(result, slot, row, int(plan.num_computed_tokens[idx]))
             if not num_sampled:
                 continue
             if row.request.request_id in self.options.failing_request_ids:
-                result.errors[slot] = "the logits are not numbers"
+                result.errors[slot] = row.error = "the logits are not numbers"
                 continue
             sampled = self._verify(row, num_sampled)
             slots.append(slot)

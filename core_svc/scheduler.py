@@ -345,11 +345,10 @@ class Scheduler:
         commit_step(self, step, result)
         self.table.drop_released()
 
-    def fail_step(self, step: ScheduledStep, code: str, message: str) -> None:
-        """Ends the requests of a step that failed as a whole.
+    def fail_step(self, step: ScheduledStep, code: str, message: str, ahead: ScheduledStep | None = None) -> None:
+        """Ends the requests of a step that failed as a whole; others of the step submitted behind it run again.
 
-        For the worker such a step has not happened: the next plan has its number, what it released is released once
-        more, and slots that its new requests were to take were never taken.
+        For the worker neither has happened, see _unplan.
         """
         self.finish(
             step.requests[step.is_current(self.table)],
@@ -357,9 +356,22 @@ class Scheduler:
             error_code=code,
             error_message=message,
         )
+        if ahead is not None:
+            for request in ahead.requests[ahead.is_current(self.table)]:
+                self._preempt(request)
+            self.table.drop_released()
+            self._unplan(ahead)
+        self._unplan(step)
+
+    def _unplan(self, step: ScheduledStep) -> None:
+        """Takes back the newest step, which has not happened for the worker.
+
+        The next plan has its number, what it released is released once more, and slots that its new requests were to
+        take were never taken.
+        """
         never_taken = {new.slot for new in step.plan.new_requests}
         self._released_slots = [slot for slot in self._released_slots if slot not in never_taken]
-        self._released_slots.extend(int(slot) for slot in step.plan.released_slots)
+        self._released_slots += step.plan.released_slots.tolist()
         self._plan_step -= 1
 
     # --- the pool ---

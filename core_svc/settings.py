@@ -38,6 +38,9 @@ class CoreSettings(CommonSettings):
     enable_prefix_caching: bool = setting(True, help="share KV blocks among equal prefixes")
     max_num_requests: int = setting(4096, help="most requests held, running and waiting; more are refused", low=1)
     prefill_schedule_interval: int = setting(1, help="prefills get a turn every so many steps while decodes run", low=1)
+    async_scheduling: bool = setting(
+        True, help="plan the next step while one runs, so that the worker never waits; output is the same"
+    )
     log_requests: bool = setting(False, help="log one line per request and step")
     startup_timeout_s: float = setting(
         600.0, help="seconds that worker and model get at start-up", low=0.1, metavar="SECONDS"

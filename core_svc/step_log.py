@@ -25,7 +25,7 @@ def log_step(step: ScheduledStep) -> None:
             step.number,
             request.key[1],
             request.status.name,
-            request.num_computed_tokens,
+            min(computed + scheduled, request.num_tokens - 1),
             request.num_tokens,
             scheduled,
             request.token_ids[num_known:].tolist(),

@@ -12,6 +12,7 @@ import numpy as np
 from core_svc.config import EngineConfig
 from core_svc.engine import EngineCore
 from core_svc.executor import ModelSpec
+from core_svc.executor_link import InFlight
 from core_svc.fake_executor import FakeExecutor, FakeOptions
 from core_svc.fake_model import FakeModel
 from core_svc.kv_events import KvEvent
@@ -79,9 +80,11 @@ class Harness:
         model: FakeModel | None = None,
         max_model_len: int = 4096,
         record_events: bool = False,
+        async_scheduling: bool = False,
         **config: object,
     ) -> None:
-        self.config = EngineConfig(**config)  # type: ignore[arg-type]
+        self.config = EngineConfig(async_scheduling=async_scheduling, **config)  # type: ignore[arg-type]
+        self.in_flight: InFlight | None = None
         self.executor = FakeExecutor(
             num_blocks,
             block_size=self.config.block_size,
@@ -162,14 +165,20 @@ class Harness:
             got.finished = finished
 
     def step(self) -> bool:
-        has_done = self.engine.step()
+        """One step: committed at its end, or with async_scheduling while the next one is in flight."""
+        if self.config.async_scheduling:
+            before = (len(self.plans), len(self.messages), self.in_flight)
+            self.in_flight = self.engine.step_ahead(self.in_flight)
+            has_done = before != (len(self.plans), len(self.messages), self.in_flight)
+        else:
+            has_done = self.engine.step()
         self.check_invariants()
         return has_done
 
     def run(self, max_steps: int = 2000) -> int:
         """Steps until nothing is left to do; returns the number of steps. Fails if that does not come."""
         for count in range(max_steps):
-            if not self.engine.has_work():
+            if not self.engine.has_work() and self.in_flight is None:
                 return count
             self.step()
         raise AssertionError(f"not done after {max_steps} steps")
@@ -187,7 +196,9 @@ class Harness:
         assert len(scheduler.waiting) + len(running) == len(scheduler.requests)
         for request in scheduler.requests.values():
             assert not request.status.is_finished
-            assert request.num_computed_tokens < request.num_tokens <= request.max_num_tokens
+            num_expected = request.num_tokens + request.num_output_placeholders
+            assert request.num_computed_tokens < num_expected and request.num_tokens <= request.max_num_tokens
+            assert self.in_flight is not None or not request.num_output_placeholders
             assert len(request.blocks) * self.config.block_size >= request.num_computed_tokens
         if self.plans:
             assert self.plans[-1].total_num_scheduled_tokens <= self.config.max_num_batched_tokens
@@ -200,7 +211,7 @@ def check_pool(scheduler: Scheduler) -> None:
     for request in scheduler.requests.values():
         for block in request.blocks:
             refs[block.block_id] += 1
-        num_committed_full = request.num_computed_tokens // scheduler.kv.block_size
+        num_committed_full = min(request.num_computed_tokens, request.num_tokens) // scheduler.kv.block_size
         assert all(block.block_hash is None for block in request.blocks[num_committed_full:])
     assert [block.ref_cnt for block in pool.blocks] == refs
     free = [block.block_id for block in pool.free_queue]

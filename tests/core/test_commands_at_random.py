@@ -58,11 +58,13 @@ def replay(events: list[KvEvent], found: set[bytes]) -> None:
                 found.clear()
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("seed", range(12))
-def test_everything_at_once(seed: int) -> None:
+def test_everything_at_once(seed: int, async_scheduling: bool) -> None:
     chance = random.Random(seed)
     harness = Harness(
         record_events=True,
+        async_scheduling=async_scheduling,
         num_blocks=chance.choice([8, 10, 16]),
         block_size=4,
         max_num_seqs=chance.choice([2, 4, 8]),

@@ -105,6 +105,7 @@ def configs(draw: Callable[..., Any]) -> dict[str, Any]:
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "enable_prefix_caching": draw(st.sampled_from([True, True, True, False])),
         "prefill_schedule_interval": draw(st.sampled_from([1, 1, 3])),
+        "async_scheduling": draw(st.booleans()),
     }
 
 

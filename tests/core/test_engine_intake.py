@@ -148,7 +148,7 @@ def test_results_of_a_step_before_a_preemption_are_not_for_the_request_that_came
     harness = Harness()
     asked = make_request(1, 10, params(4))
     harness.add(asked)
-    harness.engine._receive()
+    harness.engine._receive(None)
     old = harness.scheduler.schedule()
     assert old is not None
     result = harness.executor.submit(old.plan).result(0)

@@ -18,7 +18,7 @@ from core_svc.fake_executor import FakeExecutor
 from core_svc.fake_model import FakeModel
 from pagewire.columns import pack_int32, unpack_int32
 from pagewire.engine import ModelInfo
-from pagewire.errors import FailedPreconditionError, PagewireError, UnavailableError
+from pagewire.errors import AbortedError, FailedPreconditionError, PagewireError, UnavailableError
 from pagewire.plan import NewRequest, StepPlan, StepResult
 from pagewire.runtime.lifetime import new_incarnation
 from pagewire.runtime.server import GrpcServer
@@ -130,6 +130,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self.core = ""
         self.epoch = 0
         self.next_step = 1
+        self.has_failed = False
         self.sleep_level = 0
         self.num_loads = 0
         self.executor = FakeExecutor(2, model=MODEL, epoch=0)
@@ -204,14 +205,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 yield
 
     def _run(self, plan: worker_pb2.StepPlan) -> worker_pb2.StepResult:
+        if self.has_failed and (plan.epoch, plan.step) == (self.epoch, self.next_step + 1):
+            return _failure(plan, AbortedError("the step before it failed"))
+        self.has_failed = False
         if (plan.epoch, plan.step) != (self.epoch, self.next_step):
             raise FailedPreconditionError(f"{(plan.epoch, plan.step)} is not {(self.epoch, self.next_step)}")
         if self.script.step_error is not None:
             error, self.script.step_error = self.script.step_error, None
-            failure = worker_pb2.StepResult.StepFailure(
-                code=grpc.StatusCode[error.code].value[0], message=error.message
-            )
-            return worker_pb2.StepResult(epoch=plan.epoch, step=plan.step, failure=failure)
+            self.has_failed = True
+            return _failure(plan, error)
         self.next_step += 1
         self.script.plans.append(plan)
         return result_to_proto(self.executor.submit(plan_from_proto(plan)).result())
@@ -235,6 +237,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             case "profile":
                 return response(profile=response.Profile(path="profile.json"))
         raise FailedPreconditionError("not scripted")
+
+
+def _failure(plan: worker_pb2.StepPlan, error: PagewireError) -> worker_pb2.StepResult:
+    failure = worker_pb2.StepResult.StepFailure(code=grpc.StatusCode[error.code].value[0], message=error.message)
+    return worker_pb2.StepResult(epoch=plan.epoch, step=plan.step, failure=failure)
 
 
 class ScriptedWorker:
