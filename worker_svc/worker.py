@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from pagewire.engine import ModelInfo
-from pagewire.errors import FailedPreconditionError, InvalidArgumentError, violation
+from pagewire.errors import AbortedError, FailedPreconditionError, InvalidArgumentError, violation
 from pagewire.plan import StepPlan, StepResult
 from worker_svc.batch import Batch
 from worker_svc.kv_pool import allocate_pool
@@ -89,6 +89,7 @@ class Worker:
         self._profile_path = ""
         self._num_steps = 0
         self._step_ended_ns = 0
+        self._has_failed = False
         self._num_other_progress = 0
         self.epoch = 0
         """Epoch of the KV pool; 0 without one. `step` is the last one executed in it."""
@@ -230,10 +231,15 @@ class Worker:
         return pool.num_blocks, pool.bytes_per_block, pool.dtype
 
     def execute(self, plan: StepPlan, await_grammar_mask: AwaitGrammarMask | None = None) -> StepResult:
-        """Runs a plan, which must be the next step of the epoch. A step that fails as a whole has not happened."""
+        """Runs a plan, which must be the next step of the epoch. A step that fails as a whole has not happened.
+
+        The one that a core sent behind it in overlap, before it knew, fails with AbortedError.
+        """
         runner = self._runner
         if runner is None:
             raise FailedPreconditionError("there is no KV cache: InitializeCache comes first", reason="NO_CACHE")
+        if self._has_failed and (plan.epoch, plan.step) == (self.epoch, self.step + 2):
+            raise AbortedError(f"step {self.step + 1} failed: step {plan.step} has not happened either")
         if plan.epoch != self.epoch or plan.step != self.step + 1:
             raise FailedPreconditionError(
                 f"the plan is step {plan.step} of epoch {plan.epoch}, the worker expects step {self.step + 1} of "
@@ -241,11 +247,13 @@ class Worker:
                 reason="STEP_OUT_OF_ORDER",
             )
         self.step_started_ns = time.monotonic_ns()
+        self._has_failed = True
         try:
             result = runner.execute(plan, await_grammar_mask)
             if self._step_ended_ns:
                 result.timings.idle_ns = self.step_started_ns - self._step_ended_ns
             self.step = plan.step
+            self._has_failed = False
             self._num_steps += 1
             return result
         finally:
@@ -323,6 +331,7 @@ class Worker:
         freed = 0 if self._runner is None else self._runner.pool.num_bytes
         self._num_other_progress = self.progress + 1
         self._runner = None
+        self._has_failed = False
         self.epoch = self.step = 0
         return freed
 
