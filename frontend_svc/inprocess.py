@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pagewire.engine import (
     AbortOutcome,
@@ -40,64 +40,71 @@ log = logging.getLogger(__name__)
 FIRST_EPOCH = 1
 JOIN_TIMEOUT_S = 10.0
 MAX_NUM_OFFLINE_REQUESTS = 2**20
+T = TypeVar("T")
 Publish = Callable[[str, StepOutputs], None]
 
 
 class WorkerExecutor:
-    """An Executor that calls a worker directly, on the thread that calls it (the engine's)."""
+    """An Executor that calls a worker directly, all of it on one thread of its own: the engine plans meanwhile."""
 
     def __init__(self, worker: Worker, *, on_progress: Callable[[str, float], None] | None = None) -> None:
+        from worker_svc.compute import ComputeThread
+
         self._worker = worker
         self._on_progress = on_progress
+        self._compute = ComputeThread()
+
+    def _run(self, call: Callable[[], T]) -> T:
+        return self._compute.submit(call).result()
 
     def load_model(self, spec: ModelSpec) -> ModelInfo:
-        return self._worker.load_model(
-            model=spec.model,
-            revision=spec.revision,
-            dtype=spec.dtype,
-            quantization=spec.quantization,
-            max_model_len=spec.max_model_len,
-            force_generic=spec.force_generic,
-            load_format=spec.load_format,
-            on_progress=self._on_progress,
+        return self._run(
+            lambda: self._worker.load_model(
+                model=spec.model,
+                revision=spec.revision,
+                dtype=spec.dtype,
+                quantization=spec.quantization,
+                max_model_len=spec.max_model_len,
+                force_generic=spec.force_generic,
+                load_format=spec.load_format,
+                on_progress=self._on_progress,
+            )
         )
 
     def tokenizer_files(self) -> Mapping[str, bytes]:
-        return self._worker.tokenizer_files()
+        return self._run(self._worker.tokenizer_files)
 
     def initialize_cache(self, spec: CacheSpec, epoch: int) -> CacheInfo:
         from core_svc.executor import CacheInfo
 
-        num_blocks, bytes_per_block, kv_cache_dtype = self._worker.initialize_cache(
-            epoch=epoch,
-            block_size=spec.block_size,
-            num_blocks=spec.num_blocks,
-            memory_bytes=spec.memory_bytes,
-            kv_cache_dtype=spec.kv_cache_dtype,
-            max_num_seqs=spec.max_num_seqs,
-            max_num_batched_tokens=spec.max_num_batched_tokens,
+        num_blocks, bytes_per_block, kv_cache_dtype = self._run(
+            lambda: self._worker.initialize_cache(
+                epoch=epoch,
+                block_size=spec.block_size,
+                num_blocks=spec.num_blocks,
+                memory_bytes=spec.memory_bytes,
+                kv_cache_dtype=spec.kv_cache_dtype,
+                max_num_seqs=spec.max_num_seqs,
+                max_num_batched_tokens=spec.max_num_batched_tokens,
+            )
         )
         return CacheInfo(num_blocks, bytes_per_block, kv_cache_dtype)
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
-        future: Future[StepResult] = Future()
-        try:
-            future.set_result(self._worker.execute(plan))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+        return self._compute.submit(lambda: self._worker.execute(plan))
 
     def sleep(self, level: int) -> int:
-        return self._worker.sleep(level)
+        return self._run(lambda: self._worker.sleep(level))
 
     def wake_up(self) -> None:
-        self._worker.wake_up()
+        self._run(self._worker.wake_up)
 
     def profile(self, start: bool) -> str:
-        return self._worker.profile(start)
+        return self._run(lambda: self._worker.profile(start))
 
     def shutdown(self) -> None:
-        """The worker goes with this object."""
+        """Ends the thread; the worker goes with this object."""
+        self._compute.close(JOIN_TIMEOUT_S)
 
 
 @dataclass(frozen=True, slots=True)
