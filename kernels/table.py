@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels import activation, attention, block_copy, block_zero, kv_write, matrix, norm, rotary
+from kernels import activation, attention, block_copy, block_zero, kv_write, logprobs, matrix, norm, rotary, sampling
 from kernels.dispatch import Operation
 
 paged_attention = Operation(attention.reference, cpu=attention.torch_paged_attention)
 write_kv = Operation(kv_write.reference, cpu=kv_write.torch_write_kv)
 rms_norm = Operation(norm.reference, cpu=norm.torch_rms_norm)
 rotary_embedding = Operation(rotary.reference, cpu=rotary.torch_rotary_embedding)
-linear = Operation(matrix.reference, cpu=matrix.torch_linear)
+linear = Operation(matrix.reference, cpu=matrix.cpu_linear)
+gated_linear = Operation(matrix.reference_gated, cpu=matrix.cpu_gated_linear)
+logits = Operation(matrix.reference_logits, cpu=matrix.cpu_logits)
+embedding = Operation(matrix.reference_embedding, cpu=matrix.cpu_embedding)
 silu_and_mul = Operation(activation.reference, cpu=activation.torch_silu_and_mul)
 copy_blocks = Operation(block_copy.reference, cpu=block_copy.torch_copy_blocks)
 zero_blocks = Operation(block_zero.reference, cpu=block_zero.torch_zero_blocks)
+argmax = Operation(sampling.reference_argmax, cpu=sampling.cpu_argmax, cuda=sampling.torch_argmax)
+sample = Operation(sampling.reference, cpu=sampling.cpu_sample, cuda=sampling.torch_sample)
+gather_logprobs = Operation(
+    logprobs.reference, cpu=logprobs.cpu_gather_logprobs, cuda=logprobs.torch_gather_logprobs
+)
 
 OPERATIONS: dict[str, Operation[..., Any]] = {
     name: value for name, value in list(globals().items()) if isinstance(value, Operation)

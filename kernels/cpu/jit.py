@@ -23,10 +23,27 @@ CACHE_VARIABLE = "PAGEWIRE_KERNEL_CACHE"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def unavailable() -> str | None:
-    """Why compiled kernels can't run here, as a sentence for the log; None if they can."""
+_warned: set[str] = set()
+
+
+def warn_once(problem: str) -> None:
+    """Says loudly, once, that torch does what compiled kernels should."""
+    if problem not in _warned:
+        _warned.add(problem)
+        logger.warning("the CPU kernels can't be used: %s; torch does their work, several times slower", problem)
+
+
+def without_compiler() -> str | None:
+    """Why nothing can be compiled here, as a sentence for the log; None if it can."""
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed (pip install 'pagewire[worker]')"
+    return None
+
+
+def unavailable() -> str | None:
+    """Why kernels with `prange` can't run here; None if they can."""
+    if (problem := without_compiler()) is not None:
+        return problem
     try:
         ctypes.CDLL("libgomp.so.1")
     except OSError:
@@ -53,6 +70,32 @@ def inlined(function: F) -> F:
     _prepare(numba)
     compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})(function)
     return compiled
+
+
+class Chunks:
+    """A kernel's work: a function of (address of its arguments, chunk), to be called by address (see team.py)."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._compiled: Any = None
+
+    @property
+    def address(self) -> int:
+        """Of the compiled function; compiles at the first call."""
+        if self._compiled is None:
+            import numba
+
+            _prepare(numba)
+            self._compiled = numba.cfunc("void(int64, int64)", cache=True, error_model="numpy", fastmath={"contract"})(
+                self._function
+            )
+        address: int = self._compiled.address
+        return address
+
+
+def chunks(function: Callable[..., Any]) -> Chunks:
+    """A kernel's work, shared out by chunks."""
+    return Chunks(function)
 
 
 def _prepare(numba: Any) -> None:

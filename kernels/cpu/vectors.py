@@ -288,6 +288,36 @@ get_float32 = _scalar_load("float32", F32, types.float32)
 get_int32 = _scalar_load("int32", I32, types.int32)
 get_int64 = _scalar_load("int64", I64, types.int64)
 get_uint16 = _scalar_load("uint16", I16, types.uint16)
+put_uint16 = _scalar_store(I16, types.uint16)
 put_float32 = _scalar_store(F32, types.float32)
 put_int32 = _scalar_store(I32, types.int32)
 put_int64 = _scalar_store(I64, types.int64)
+
+
+def _rounding(narrow: Callable[[Any, Any], Any], widen: Callable[[Any, Any], Any]) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def rounded(typing_context: Any, vector: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return widen(builder, narrow(builder, args[0]))
+
+        return float32x16(float32x16), codegen
+
+    return rounded
+
+
+round_bfloat16 = _rounding(round_to_bfloat16, widen_bfloat16)
+"""To the nearest bfloat16, as float32."""
+round_float16 = _rounding(_narrow_float16, _widen_float16)
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def stack(typing_context: Any, num_bytes: Any) -> Any:
+    """The address of so many bytes (a literal) of this call's own memory, aligned to 64, not initialized."""
+    size = num_bytes.literal_value
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        memory = cgutils.alloca_once(builder, ir.ArrayType(ir.IntType(8), size))
+        memory.align = 64
+        return builder.ptrtoint(memory, I64)
+
+    return types.int64(num_bytes), codegen

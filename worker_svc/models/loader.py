@@ -177,8 +177,8 @@ def _describe(plan: _Plan, model: Model) -> LoadedModel:
     generation = tokenizer_files.read_generation_config(plan.files, plan.config)
     exported = tokenizer_files.export_tokenizer(tokenizer) if tokenizer is not None else {}
     exported["generation_config.json"] = tokenizer_files.export_generation_config(generation)
-    module = model if isinstance(model, Decoder) else model.module  # type: ignore[attr-defined]
-    num_parameters, num_bytes = weights.count(module.parameters())
+    every = model.weights() if isinstance(model, Decoder) else model.module.parameters()  # type: ignore[attr-defined]
+    num_parameters, num_bytes = weights.count(every)
     paths = [] if plan.is_dummy else plan.files.weight_paths()
     info = ModelInfo(
         model=plan.files.name,

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import kernels
-from kernels.matrix import column_major
+from kernels.matrix import Weight, new_weight, weight_parts
+from kernels.packed_weight import PackedWeight, WeightPart
 from worker_svc.models.decoder_config import DecoderConfig
 from worker_svc.models.interface import ForwardBatch, KvCaches, KvCacheSpec
 
+Views = Iterator[tuple[str, torch.Tensor | WeightPart]]
 
-def _weight(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+class _Place(NamedTuple):
+    """Where weights are and of what type."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def vector(self, size: int) -> nn.Parameter:
+        """A norm's weight or a bias."""
+        return nn.Parameter(torch.empty(size, dtype=self.dtype, device=self.device), requires_grad=False)
+
+    def matrix(self, part_sizes: list[int], in_features: int, is_gated: bool = False) -> Weight:
+        """A weight of one or several projections; one that is not packed is a parameter of its module."""
+        made = new_weight(part_sizes, in_features, dtype=self.dtype, device=self.device, is_gated=is_gated)
+        return made if isinstance(made, PackedWeight) else nn.Parameter(made, requires_grad=False)
 
 
 class _Linear(nn.Module):
@@ -24,25 +38,36 @@ class _Linear(nn.Module):
 
     bias: torch.Tensor | None
 
-    def __init__(self, in_features: int, out_features: int, has_bias: bool) -> None:
+    def __init__(
+        self, place: _Place, in_features: int, part_sizes: list[int], has_bias: bool, is_gated: bool = False
+    ) -> None:
         super().__init__()
-        self.weight = _weight(out_features, in_features)
-        self.bias = _weight(out_features) if has_bias else None
+        self.part_sizes = part_sizes
+        self.weight = place.matrix(part_sizes, in_features, is_gated)
+        self.bias = place.vector(sum(part_sizes)) if has_bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return kernels.linear(x, self.weight, self.bias)
 
+    def views(self, *names: str) -> Views:
+        """By a checkpoint's names: the projections that lie side by side."""
+        for name, part in zip(names, weight_parts(self.weight, self.part_sizes), strict=True):
+            yield f"{name}.weight", part
+        if self.bias is not None:
+            for name, part in zip(names, self.bias.detach().split(self.part_sizes), strict=True):
+                yield f"{name}.bias", part
+
 
 class _Attention(nn.Module):
-    def __init__(self, config: DecoderConfig, sliding_window: int | None) -> None:
+    def __init__(self, place: _Place, config: DecoderConfig, sliding_window: int | None) -> None:
         super().__init__()
         self.config, self.sliding_window = config, sliding_window
         self.scale = config.head_size**-0.5
         self.sizes = [n * config.head_size for n in (config.num_heads, config.num_kv_heads, config.num_kv_heads)]
-        self.qkv = _Linear(config.hidden_size, sum(self.sizes), config.has_qkv_bias)
-        self.output = _Linear(self.sizes[0], config.hidden_size, config.has_output_bias)
-        self.query_norm = _weight(config.head_size) if config.has_qk_norm else None
-        self.key_norm = _weight(config.head_size) if config.has_qk_norm else None
+        self.qkv = _Linear(place, config.hidden_size, self.sizes, config.has_qkv_bias)
+        self.output = _Linear(place, self.sizes[0], [config.hidden_size], config.has_output_bias)
+        self.query_norm = place.vector(config.head_size) if config.has_qk_norm else None
+        self.key_norm = place.vector(config.head_size) if config.has_qk_norm else None
 
     def forward(
         self,
@@ -72,13 +97,14 @@ class _Attention(nn.Module):
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: DecoderConfig, sliding_window: int | None) -> None:
+    def __init__(self, place: _Place, config: DecoderConfig, sliding_window: int | None) -> None:
         super().__init__()
-        self.attention_norm = _weight(config.hidden_size)
-        self.attention = _Attention(config, sliding_window)
-        self.mlp_norm = _weight(config.hidden_size)
-        self.gate_up = _Linear(config.hidden_size, 2 * config.intermediate_size, config.has_mlp_bias)
-        self.down = _Linear(config.intermediate_size, config.hidden_size, config.has_mlp_bias)
+        hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
+        self.attention_norm = place.vector(hidden_size)
+        self.attention = _Attention(place, config, sliding_window)
+        self.mlp_norm = place.vector(hidden_size)
+        self.gate_up = _Linear(place, hidden_size, [intermediate_size] * 2, config.has_mlp_bias, is_gated=True)
+        self.down = _Linear(place, intermediate_size, [hidden_size], config.has_mlp_bias)
 
 
 class Decoder(nn.Module):
@@ -97,80 +123,68 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.vocab_size, self.dtype, self.device = config, config.vocab_size, dtype, device
-        with torch.device("meta"):
-            self.embedding = _weight(config.vocab_size, config.hidden_size)
-            self.layers = nn.ModuleList(_Layer(config, window) for window in config.sliding_windows)
-            self.norm = _weight(config.hidden_size)
-            self.lm_head = None if config.is_tied else _Linear(config.hidden_size, config.vocab_size, False)
-        self.to(dtype).to_empty(device=device)
-        if dtype == torch.float32 and device.type == "cpu":
-            self._lay_out_by_columns()
+        place = _Place(dtype, device)
+        self.embedding = place.matrix([config.vocab_size], config.hidden_size)
+        self.layers = nn.ModuleList(_Layer(place, config, window) for window in config.sliding_windows)
+        self.norm = place.vector(config.hidden_size)
+        self.lm_head = None if config.is_tied else _Linear(place, config.hidden_size, [config.vocab_size], False)
         self.rope_tables = (rope_tables[0].to(device), rope_tables[1].to(device))
 
     def kv_cache_specs(self) -> list[KvCacheSpec]:
         """One per layer that keeps KV."""
         return [KvCacheSpec(self.config.num_kv_heads, self.config.head_size)] * self.config.num_layers
 
-    def checkpoint_views(self) -> dict[str, torch.Tensor]:
+    def checkpoint_views(self) -> dict[str, torch.Tensor | WeightPart]:
         """By a checkpoint's tensor names: the part of a weight that the tensor fills."""
-        return {name: view.detach() for name, view in self._checkpoint_views()}
+        return dict(self._checkpoint_views())
+
+    def weights(self) -> Iterator[torch.Tensor | PackedWeight]:
+        """Every weight."""
+        yield from self.parameters()
+        for module in self.modules():
+            yield from (value for value in vars(module).values() if isinstance(value, PackedWeight))
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_caches: KvCaches) -> torch.Tensor:
         """Writes the batch's KV and returns hidden states [num_tokens, hidden_size] after the final norm."""
         eps = self.config.rms_norm_eps
-        hidden: torch.Tensor = F.embedding(batch.input_ids, self.embedding)
+        hidden: torch.Tensor = kernels.embedding(batch.input_ids, self.embedding)
         residual: torch.Tensor | None = None
         for layer, kv_cache in zip(self._layers(), kv_caches, strict=True):
             hidden, residual = kernels.rms_norm(hidden, layer.attention_norm, eps, residual)
             hidden = layer.attention(hidden, batch, kv_cache, self.rope_tables)
             hidden, residual = kernels.rms_norm(hidden, layer.mlp_norm, eps, residual)
-            hidden = layer.down(kernels.silu_and_mul(layer.gate_up(hidden)))
+            gated = kernels.gated_linear(hidden, layer.gate_up.weight, layer.gate_up.bias)
+            hidden = layer.down(gated)
         return kernels.rms_norm(hidden, self.norm, eps, residual)[0]
 
     @torch.inference_mode()
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab_size] in float32 for hidden states [rows, hidden_size]."""
         weight = self.embedding if self.lm_head is None else self.lm_head.weight
-        return kernels.linear(hidden_states, weight).float()
+        return kernels.logits(hidden_states, weight)
 
     def move_weights(self, device: torch.device) -> None:
         """Moves the weights, for sleeping; forward works again once they are back."""
         self.to(device)
 
-    def _lay_out_by_columns(self) -> None:
-        """So that a row's product does not depend on how many rows there are; see kernels/matrix.py."""
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                parameter.data = column_major(*parameter.shape, dtype=self.dtype, device=self.device)
-
     def _layers(self) -> Iterator[_Layer]:
         return (cast(_Layer, layer) for layer in self.layers)
 
-    def _checkpoint_views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield "model.embed_tokens.weight", self.embedding
-        yield "model.norm.weight", self.norm
+    def _checkpoint_views(self) -> Views:
+        yield "model.embed_tokens.weight", weight_parts(self.embedding, [self.vocab_size])[0]
+        yield "model.norm.weight", self.norm.detach()
         if self.lm_head is not None:
-            yield "lm_head.weight", self.lm_head.weight
+            yield from self.lm_head.views("lm_head")
         for i, layer in enumerate(self._layers()):
             prefix = f"model.layers.{i}"
-            yield f"{prefix}.input_layernorm.weight", layer.attention_norm
-            yield f"{prefix}.post_attention_layernorm.weight", layer.mlp_norm
-            attention, intermediate = layer.attention, self.config.intermediate_size
-            yield from _split(attention.qkv, f"{prefix}.self_attn", ("q_proj", "k_proj", "v_proj"), attention.sizes)
-            yield from _split(attention.output, f"{prefix}.self_attn", ("o_proj",), [self.config.hidden_size])
-            yield from _split(layer.gate_up, f"{prefix}.mlp", ("gate_proj", "up_proj"), [intermediate] * 2)
-            yield from _split(layer.down, f"{prefix}.mlp", ("down_proj",), [self.config.hidden_size])
+            yield f"{prefix}.input_layernorm.weight", layer.attention_norm.detach()
+            yield f"{prefix}.post_attention_layernorm.weight", layer.mlp_norm.detach()
+            attention = layer.attention
+            yield from attention.qkv.views(*(f"{prefix}.self_attn.{kind}_proj" for kind in "qkv"))
+            yield from attention.output.views(f"{prefix}.self_attn.o_proj")
+            yield from layer.gate_up.views(*(f"{prefix}.mlp.{kind}_proj" for kind in ("gate", "up")))
+            yield from layer.down.views(f"{prefix}.mlp.down_proj")
             if attention.query_norm is not None and attention.key_norm is not None:
-                yield f"{prefix}.self_attn.q_norm.weight", attention.query_norm
-                yield f"{prefix}.self_attn.k_norm.weight", attention.key_norm
-
-
-def _split(
-    linear: _Linear, prefix: str, names: tuple[str, ...], sizes: list[int]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The projections that lie side by side in one packed weight."""
-    for kind, packed in (("weight", linear.weight), ("bias", linear.bias)):
-        if packed is not None:
-            for name, part in zip(names, packed.split(sizes), strict=True):
-                yield f"{prefix}.{name}.{kind}", part
+                yield f"{prefix}.self_attn.q_norm.weight", attention.query_norm.detach()
+                yield f"{prefix}.self_attn.k_norm.weight", attention.key_norm.detach()

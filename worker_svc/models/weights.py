@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kernels.packed_weight import PackedWeight, WeightPart
 from pagewire.errors import InvalidArgumentError, NotFoundError, violation
 from worker_svc.models.gguf_files import OnFraction, gguf_tensors
 from worker_svc.models.sources import ModelFiles
@@ -18,7 +19,12 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 def fill_from_files(
-    views: dict[str, torch.Tensor], files: ModelFiles, config: Any, *, is_tied: bool, on_fraction: OnFraction
+    views: Mapping[str, torch.Tensor | WeightPart],
+    files: ModelFiles,
+    config: Any,
+    *,
+    is_tied: bool,
+    on_fraction: OnFraction,
 ) -> None:
     """Copies every tensor of a checkpoint to its view.
 
@@ -43,14 +49,12 @@ def fill_from_files(
         raise _bad(files, f"{len(missing)} of {len(views)} tensors are missing, the first is {min(missing)}")
 
 
-def fill_with_random(views: Iterable[tuple[str, torch.Tensor]]) -> None:
+def fill_with_random(views: Iterable[tuple[str, torch.Tensor | WeightPart]]) -> None:
     """The same random weights in every process: norms 1, biases 0, the others normal."""
     generator = torch.Generator().manual_seed(0)
     for name, view in views:
-        if name.endswith("bias"):
-            view.zero_()
-        elif view.dim() == 1:
-            view.fill_(1)
+        if isinstance(view, torch.Tensor) and view.dim() == 1:
+            view.fill_(0 if name.endswith("bias") else 1)
         else:
             view.copy_(torch.randn(view.shape, generator=generator) * DUMMY_STD)
 
@@ -79,10 +83,16 @@ def _safetensors(files: ModelFiles) -> Iterator[tuple[str, torch.Tensor]]:
             ) from error
 
 
-def count(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
+def count(weights: Iterable[torch.Tensor | PackedWeight]) -> tuple[int, int]:
     """Number of parameters and bytes, each memory counted once."""
-    distinct = {t.data_ptr() if t.device.type != "meta" else id(t): t for t in tensors}.values()
-    return sum(math.prod(t.shape) for t in distinct), sum(t.numel() * t.element_size() for t in distinct)
+    distinct = {_identity(weight): weight for weight in weights}.values()
+    return sum(math.prod(weight.shape) for weight in distinct), sum(weight.nbytes for weight in distinct)
+
+
+def _identity(weight: torch.Tensor | PackedWeight) -> int:
+    if isinstance(weight, torch.Tensor) and weight.device.type != "meta":
+        return weight.data_ptr()
+    return id(weight)
 
 
 def _bad(files: ModelFiles, problem: str) -> InvalidArgumentError:
