@@ -6,8 +6,10 @@ import math
 
 import torch
 
+from kernels.sampling import compiled_kernels
 
-def gather_logprobs(
+
+def reference(
     logits: torch.Tensor, chosen: torch.Tensor, num_likeliest: int, extra_token_ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Token ids, log-probabilities and ranks of some candidates per row of the model's own distribution.
@@ -18,14 +20,39 @@ def gather_logprobs(
     Returns int64 and float32 [rows, 1 + likeliest + extra], and the chosen token's rank, int64 [rows]: 1 plus the
     number of strictly likelier tokens.
     """
-    logprobs = torch.log_softmax(logits, dim=-1)
-    columns = [chosen[:, None], ordered_topk(logprobs, num_likeliest)]
+    extra = [] if extra_token_ids is None else extra_token_ids.tolist()
+    rows = [
+        reference_logprobs(row, token, num_likeliest, extra)
+        for row, token in zip(logits.tolist(), chosen.tolist(), strict=True)
+    ]
+    token_ids, values, ranks = zip(*rows, strict=True)
+    return torch.tensor(token_ids), torch.tensor(values, dtype=torch.float32), torch.tensor(ranks)
+
+
+def torch_gather_logprobs(
+    logits: torch.Tensor, chosen: torch.Tensor, num_likeliest: int, extra_token_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `reference`."""
+    columns = [chosen[:, None], ordered_topk(logits, num_likeliest)]
     if extra_token_ids is not None:
         columns.append(extra_token_ids.expand(len(logits), -1))
     token_ids = torch.cat(columns, dim=1)
-    values = logprobs.gather(1, token_ids)
-    ranks = (logprobs > values[:, :1]).sum(dim=-1) + 1
+    values = torch.log_softmax(logits, dim=-1).gather(1, token_ids)
+    ranks = (logits > logits.gather(1, chosen[:, None])).sum(dim=-1) + 1
     return token_ids, values, ranks
+
+
+def cpu_gather_logprobs(
+    logits: torch.Tensor, chosen: torch.Tensor, num_likeliest: int, extra_token_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `reference`."""
+    is_plain = logits.dtype == torch.float32 and logits.stride(1) == 1 and logits.numel() > 0
+    if is_plain and num_likeliest <= logits.shape[1] and compiled_kernels() is not None:
+        from kernels.cpu import logprobs as compiled
+
+        if 0 <= num_likeliest <= compiled.MAX_LIKELIEST:
+            return compiled.gather_logprobs(logits, chosen, num_likeliest, extra_token_ids)
+    return torch_gather_logprobs(logits, chosen, num_likeliest, extra_token_ids)
 
 
 def ordered_topk(values: torch.Tensor, k: int) -> torch.Tensor:

@@ -15,9 +15,9 @@ import math
 import torch
 
 ROUNDS = 10
-_M0, _M1 = 0xD2511F53, 0xCD9E8D57
-_W0, _W1 = 0x9E3779B9, 0xBB67AE85
-_MASK = 0xFFFFFFFF
+M0, M1 = 0xD2511F53, 0xCD9E8D57
+W0, W1 = 0x9E3779B9, 0xBB67AE85
+MASK = 0xFFFFFFFF
 _UNIT = 2.0**-32
 _CHUNK = 1 << 14
 """Elements worked on at a time: the six int64 buffers of the rounds then stay in a core's own cache."""
@@ -39,14 +39,14 @@ def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     for i in range(ROUNDS):
         # An int64 product wraps modulo 2**64, which keeps exactly the bits needed: the high word is masked after the
         # arithmetic shift. c1 and c3 keep garbage above bit 31, because they only meet in a xor that is masked.
-        torch.mul(c0, _M0, out=p0)
-        torch.mul(c2, _M1, out=p1)
+        torch.mul(c0, M0, out=p0)
+        torch.mul(c2, M1, out=p1)
         torch.bitwise_right_shift(p1, 32, out=c0)
         torch.bitwise_right_shift(p0, 32, out=c2)
-        c0.bitwise_xor_(c1).bitwise_xor_(k0 + i * _W0).bitwise_and_(_MASK)
-        c2.bitwise_xor_(c3).bitwise_xor_(k1 + i * _W1).bitwise_and_(_MASK)
+        c0.bitwise_xor_(c1).bitwise_xor_(k0 + i * W0).bitwise_and_(MASK)
+        c2.bitwise_xor_(c3).bitwise_xor_(k1 + i * W1).bitwise_and_(MASK)
         c1, c3, p0, p1 = p1, p0, c3, c1
-    return c0, c1 & _MASK, c2, c3 & _MASK
+    return c0, c1 & MASK, c2, c3 & MASK
 
 
 def reference_philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -54,10 +54,10 @@ def reference_philox4x32(counter: tuple[int, int, int, int], key: tuple[int, int
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        high0, low0 = divmod(_M0 * c0, 1 << 32)
-        high1, low1 = divmod(_M1 * c2, 1 << 32)
+        high0, low0 = divmod(M0 * c0, 1 << 32)
+        high1, low1 = divmod(M1 * c2, 1 << 32)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _W0) % (1 << 32), (k1 + _W1) % (1 << 32)
+        k0, k1 = (k0 + W0) % (1 << 32), (k1 + W1) % (1 << 32)
     return c0, c1, c2, c3
 
 
@@ -72,7 +72,7 @@ def noise_words(
     rows, candidates = token_ids.shape
     words = torch.empty_like(token_ids)
     position, child = positions[:, None], child_indices[:, None]
-    key = ((seeds & _MASK)[:, None], ((seeds >> 32) & _MASK)[:, None])
+    key = ((seeds & MASK)[:, None], ((seeds >> 32) & MASK)[:, None])
     step = max(1, _CHUNK // max(rows, 1))
     for start in range(0, candidates, step):
         token = token_ids[:, start : start + step]
@@ -95,5 +95,5 @@ def gumbel_noise(
 
 def reference_gumbel_noise(seed: int, position: int, child_index: int, token_id: int) -> float:
     """The noise of one token in plain Python, before rounding to float32; `seed` is unsigned."""
-    word = reference_philox4x32((position, token_id, child_index, 0), (seed & _MASK, seed >> 32))[0]
+    word = reference_philox4x32((position, token_id, child_index, 0), (seed & MASK, seed >> 32))[0]
     return -math.log(-math.log1p(-(word + 0.5) / 2**32))

@@ -7,12 +7,20 @@ by operations that reduce over that row alone, so its tokens do not depend on th
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
+import struct
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from kernels.cpu import jit
 from kernels.philox import MAX_GUMBEL, gumbel_noise, reference_gumbel_noise
+from kernels.weights import reference_weight, weights
+
+logger = logging.getLogger(__name__)
 
 _FIRST_SORTED = 256
 """Top-p sorts this many of the likeliest tokens first, and eight times more while that does not reach the mass."""
@@ -40,21 +48,82 @@ class Draws:
     """int64."""
 
 
-def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The likeliest token of each row, int64 [rows]; of equal ones the lowest id. A row with a NaN gives its place."""
+def reference_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest token of each row, int64 [rows], of equal ones the lowest id, and its logit, float32 [rows].
+
+    logits: float32 [rows, vocab_size]. A row with a NaN gives the first one's place, and NaN.
+    """
+    token_ids = []
+    for row in logits.tolist():
+        bad = [i for i, x in enumerate(row) if math.isnan(x)]
+        token_ids.append(bad[0] if bad else max(range(len(row)), key=lambda i: (row[i], -i)))
+    found = torch.tensor(token_ids, dtype=torch.int64)
+    return found, logits.gather(1, found[:, None]).flatten()
+
+
+def torch_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference_argmax`."""
     # torch documents that argmax returns the first of equal maxima and takes a NaN for the maximum.
-    return logits.argmax(dim=-1)
+    token_ids = logits.argmax(dim=-1)
+    return token_ids, logits.gather(1, token_ids[:, None]).flatten()
 
 
-def sample(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+def cpu_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference_argmax`."""
+    compiled = compiled_kernels()
+    return torch_argmax(logits) if compiled is None or not _is_plain(logits) else compiled.argmax(logits)
+
+
+def reference(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     """One token per row, int64 [rows], by Gumbel-max over what the truncations keep.
 
     logits: float32 [rows, vocab_size] with at least one finite logit per row and no NaN; -inf is never sampled.
     Order: temperature, top-k, top-p over the mass that top-k left, min-p.
     """
+    tokens = []
+    for i, row in enumerate(scale(logits, draws.temperature).tolist()):
+        tokens.append(
+            reference_sample(
+                row,
+                temperature=1.0,
+                top_k=int(draws.top_k[i]),
+                top_p=float(draws.top_p[i]),
+                min_p=float(draws.min_p[i]),
+                seed=int(draws.seeds[i]) % (1 << 64),
+                position=int(draws.positions[i]),
+                child_index=int(draws.child_indices[i]),
+            )
+        )
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+def torch_sample(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """See `reference`."""
     scaled = scale(logits, draws.temperature)
     truncate(scaled, draws)
     return _gumbel_argmax(scaled, draws)
+
+
+def cpu_sample(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """See `reference`."""
+    compiled = compiled_kernels()
+    return torch_sample(logits, draws) if compiled is None or not _is_plain(logits) else compiled.sample(logits, draws)
+
+
+def _is_plain(logits: torch.Tensor) -> bool:
+    """Whether the compiled kernels take these logits."""
+    return logits.dtype == torch.float32 and logits.stride(1) == 1 and logits.numel() > 0
+
+
+@functools.cache
+def compiled_kernels() -> Any:
+    """kernels.cpu.sampling, or None where nothing can be compiled: plain torch samples the same, slower."""
+    if reason := jit.unavailable():
+        logger.warning("sampling runs on plain torch: %s", reason)
+        return None
+    from kernels.cpu import sampling
+
+    return sampling
 
 
 def scale(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
@@ -83,27 +152,22 @@ def top_k_threshold(scaled: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
 
 
 def top_p_threshold(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The value of the last token of the smallest set of likeliest tokens whose probability reaches top_p, [rows].
+    """The value of the last token of the smallest set of likeliest tokens whose weight reaches top_p of all, [rows].
 
     scaled: [rows, vocab_size] with maximum 0 per row. Sorts only as many tokens as the mass needs.
     """
     vocab_size = scaled.shape[1]
-    # The maximum is 0, so its log-probability is minus the normalizer. log_softmax works row by row, while a sum over
-    # one long row would be split between threads and round otherwise than among other rows.
-    normalizer = -torch.log_softmax(scaled, dim=-1).amax(dim=-1).to(torch.float64)
-    threshold = torch.full_like(normalizer, -math.inf, dtype=scaled.dtype)
+    target = top_p * weights(scaled).sum(dim=-1)
+    threshold = torch.full_like(scaled[:, 0], -math.inf)
     rows = torch.arange(len(scaled), device=scaled.device)
     num_sorted = _FIRST_SORTED
     while len(rows):
         num_sorted = min(num_sorted, vocab_size)
         largest = torch.topk(scaled[rows], num_sorted, dim=-1).values
-        mass = (largest.to(torch.float64) - normalizer[rows, None]).exp_().cumsum(dim=-1)
-        reached = mass >= top_p[rows, None]
+        reached = weights(largest).cumsum(dim=-1) >= target[rows, None]
         is_done = reached[:, -1]
         last = reached.to(torch.int8).argmax(dim=-1)
         threshold[rows[is_done]] = largest.gather(1, last[:, None]).flatten()[is_done]
-        if num_sorted == vocab_size:
-            break  # rounding kept the whole vocabulary's mass below top_p: keep all of it
         rows = rows[~is_done]
         num_sorted *= 8
     return threshold
@@ -151,15 +215,19 @@ def reference_kept_tokens(
     if 0 < top_k < len(order):
         order = [item for item in order if item[0] >= order[top_k - 1][0]]
     if top_p < 1.0:
-        total = math.fsum(math.exp(x) for x, _ in order)
-        mass, last = 0.0, order[-1][0]
+        target = top_p * sum(reference_weight(x) for x, _ in order)
+        mass = 0.0
         for x, _ in order:
-            mass += math.exp(x) / total
-            if mass >= top_p:
-                last = x
+            mass += reference_weight(x)
+            if mass >= target:
+                order = [item for item in order if item[0] >= x]
                 break
-        order = [item for item in order if item[0] >= last]
-    return [item for item in order if min_p == 0.0 or item[0] >= math.log(min_p)]
+    return [item for item in order if min_p == 0.0 or item[0] >= _float32(math.log(min_p))]
+
+
+def _float32(x: float) -> float:
+    """The nearest float32."""
+    return float(struct.unpack("f", struct.pack("f", x))[0])
 
 
 def reference_sample(
@@ -177,4 +245,5 @@ def reference_sample(
     if temperature == 0.0:
         return max(range(len(logits)), key=lambda i: (logits[i], -i))
     kept = reference_kept_tokens(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    return max((x + reference_gumbel_noise(seed, position, child_index, i), -i) for x, i in kept)[1] * -1
+    noise = {i: _float32(reference_gumbel_noise(seed, position, child_index, i)) for _, i in kept}
+    return -max((_float32(x + noise[i]), -i) for x, i in kept)[1]

@@ -2,6 +2,9 @@
 
 check_plan (nothing changes) -> apply -> forward and sampling -> commit
                                   \\-> undo, where the step fails in between
+
+A step's rows are columns too: no loop runs over them. Only what is rare is a loop over slots: requests that come, go or
+fail.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import numpy.typing as npt
 
 from pagewire.plan import StepPlan
 from worker_svc.plan_check import check_plan
+from worker_svc.ragged import rows_and_places
 from worker_svc.sampling_state import SamplingState
 from worker_svc.slot_request import SlotRequest, slot_request
 
@@ -28,7 +32,8 @@ class Rows:
     num_scheduled_tokens: Ints
     num_computed_tokens: Ints
     num_sampled_tokens: Ints
-    num_draft_tokens: Ints
+    num_draft_tokens: Ints | None
+    """None: no row has any."""
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -57,14 +62,16 @@ class Batch:
         # One more than the longest sequence: its last sampled token is kept though it is never computed. Drafts are
         # written behind the known tokens and become known, or are overwritten, when the step is committed.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        # Behind a request's own blocks a line is zero (the null block), so that a step takes lines as they are.
         self.block_tables = np.zeros((max_num_seqs, self.max_blocks), np.int32)
-        self.num_tokens = np.zeros(max_num_seqs, np.int32)
-        self.num_computed_tokens = np.zeros(max_num_seqs, np.int32)
-        self.num_blocks = np.zeros(max_num_seqs, np.int32)
+        self._columns = np.zeros((3, max_num_seqs), np.int32)
+        self.num_tokens, self.num_computed_tokens, self.num_blocks = self._columns
         self.is_used = np.zeros(max_num_seqs, np.bool_)
         self.is_failed = np.zeros(max_num_seqs, np.bool_)
         self.requests: list[SlotRequest | None] = [None] * max_num_seqs
         self.sampling = SamplingState(max_num_seqs)
+        self.scratch = np.zeros(max_num_seqs, np.int32)
+        """For checks over slots; holds nothing between two."""
 
     @property
     def num_slots_used(self) -> int:
@@ -80,22 +87,25 @@ class Batch:
     def apply(self, plan: StepPlan) -> tuple[Rows, Callable[[], None]]:
         """Checks the plan and takes it over; returns the rows to compute and what undoes it.
 
-        Raises InvalidArgumentError, and changes nothing, where the plan is wrong.
+        The rows' columns may be the plan's own. Raises InvalidArgumentError, and changes nothing, where the plan is
+        wrong.
         """
         check_plan(plan, self)
-        undo = self._snapshot(plan)
-        for slot in plan.released_slots.tolist():
-            self._clear(slot)
+        undo = self._remember(plan)
+        if len(plan.released_slots):
+            self._release(plan.released_slots)
         for new in plan.new_requests:
             slot, request = new.slot, slot_request(new, self.vocab_size)
             self.requests[slot] = request
             self.token_ids[slot, : len(new.token_ids)] = new.token_ids
+            self.block_tables[slot] = 0
             self.num_tokens[slot] = len(new.token_ids)
             self.is_used[slot] = True
             self.is_failed[slot] = bool(request.error)
             if not request.error:
                 self.sampling.set(slot, request)
-        self._append_blocks(plan.slots, plan.num_new_blocks, plan.new_block_ids)
+        if len(plan.new_block_ids):
+            self._append_blocks(plan.slots, plan.num_new_blocks, plan.new_block_ids)
         return self._take_rows(plan), undo
 
     def commit(self, rows: Rows, num_emitted: Ints, token_ids: Ints) -> None:
@@ -104,61 +114,69 @@ class Batch:
         num_emitted: int32 [rows], 0 where nothing was sampled. token_ids: the tokens of all rows.
         """
         slots = rows.slots
-        row = np.repeat(np.arange(len(rows)), num_emitted)
-        place = np.arange(len(token_ids)) - (np.cumsum(num_emitted) - num_emitted)[row]
-        self.token_ids[slots[row], self.num_tokens[slots[row]] + place] = token_ids
-        num_accepted = np.maximum(num_emitted - 1, 0)
-        self.num_computed_tokens[slots] = (
-            rows.num_computed_tokens + rows.num_scheduled_tokens - rows.num_draft_tokens + num_accepted
-        )
-        self.num_tokens[slots] += num_emitted
+        num_tokens = self.num_tokens[slots]
+        num_computed_tokens = rows.num_computed_tokens + rows.num_scheduled_tokens
+        if rows.num_draft_tokens is not None:
+            num_computed_tokens += np.maximum(num_emitted - 1, 0) - rows.num_draft_tokens
+            row, place = rows_and_places(num_emitted)
+            self.token_ids[slots[row], num_tokens[row] + place] = token_ids
+        elif len(token_ids) == len(rows):
+            self.token_ids[slots, num_tokens] = token_ids
+        else:
+            row = np.flatnonzero(num_emitted)
+            self.token_ids[slots[row], num_tokens[row]] = token_ids
+        self.num_computed_tokens[slots] = num_computed_tokens
+        self.num_tokens[slots] = num_tokens + num_emitted
 
     def fail(self, slot: int, error: str) -> None:
         """Marks a slot's request as failed by itself."""
         self.request(slot).error = error
         self.is_failed[slot] = True
 
-    def _clear(self, slot: int) -> None:
-        self.requests[slot] = None
-        self.is_used[slot] = self.is_failed[slot] = False
-        self.num_tokens[slot] = self.num_computed_tokens[slot] = self.num_blocks[slot] = 0
+    def _release(self, slots: Ints) -> None:
+        for slot in slots.tolist():
+            self.requests[slot] = None
+        self.is_used[slots] = self.is_failed[slots] = False
+        self._columns[:, slots] = 0
 
     def _append_blocks(self, slots: Ints, num_new_blocks: Ints, block_ids: Ints) -> None:
-        row = np.repeat(np.arange(len(slots)), num_new_blocks)
-        place = np.arange(len(block_ids)) - (np.cumsum(num_new_blocks) - num_new_blocks)[row]
-        self.block_tables[slots[row], self.num_blocks[slots[row]] + place] = block_ids
-        self.num_blocks[slots] += num_new_blocks
+        row, place = rows_and_places(num_new_blocks)
+        num_blocks = self.num_blocks[slots]
+        self.block_tables[slots[row], num_blocks[row] + place] = block_ids
+        self.num_blocks[slots] = num_blocks + num_new_blocks
 
     def _take_rows(self, plan: StepPlan) -> Rows:
-        num_drafts = plan.num_draft_tokens if len(plan.num_draft_tokens) else np.zeros(len(plan.slots), np.int32)
-        if len(plan.draft_token_ids):
-            row = np.repeat(np.arange(len(plan.slots)), num_drafts)
-            place = np.arange(len(row)) - (np.cumsum(num_drafts) - num_drafts)[row]
-            live = ~self.is_failed[plan.slots[row]]
-            slot = plan.slots[row][live]
+        slots, num_drafts = plan.slots, plan.num_draft_tokens if len(plan.draft_token_ids) else None
+        is_failed = self.is_failed[slots]
+        if num_drafts is not None:
+            row, place = rows_and_places(num_drafts)
+            live = ~is_failed[row]
+            slot = slots[row][live]
             self.token_ids[slot, self.num_tokens[slot] + place[live]] = plan.draft_token_ids[live]
-        live = ~self.is_failed[plan.slots]
-        return Rows(
-            plan.slots[live],
-            plan.num_scheduled_tokens[live],
-            plan.num_computed_tokens[live],
-            plan.num_sampled_tokens[live],
-            num_drafts[live],
-        )
+        columns = (slots, plan.num_scheduled_tokens, plan.num_computed_tokens, plan.num_sampled_tokens)
+        if np.count_nonzero(is_failed):
+            columns = tuple(column[~is_failed] for column in columns)  # type: ignore[assignment]
+            num_drafts = None if num_drafts is None else num_drafts[~is_failed]
+        return Rows(*columns, num_drafts)
 
-    def _snapshot(self, plan: StepPlan) -> Callable[[], None]:
-        """Remembers what applying the plan overwrites: the small columns, and the lines of slots that are reused."""
-        columns = (self.num_tokens, self.num_computed_tokens, self.num_blocks, self.is_used, self.is_failed)
-        before = [column.copy() for column in columns]
-        requests = list(self.requests)
-        reused = [new.slot for new in plan.new_requests if requests[new.slot] is not None]
+    def _remember(self, plan: StepPlan) -> Callable[[], None]:
+        """Keeps what applying the plan overwrites, of the slots it touches; returns what puts it back."""
+        new_slots = [new.slot for new in plan.new_requests]
+        changed = [*plan.released_slots.tolist(), *new_slots]
+        slots = np.concatenate([plan.slots, np.array(changed, np.int32)]) if changed else plan.slots
+        columns, is_used, is_failed = self._columns[:, slots], self.is_used[slots], self.is_failed[slots]
+        requests = [(slot, self.requests[slot]) for slot in changed]
+        reused = [slot for slot in new_slots if self.requests[slot] is not None]
         tokens = [self.token_ids[slot, : self.num_tokens[slot]].copy() for slot in reused]
         tables = [self.block_tables[slot, : self.num_blocks[slot]].copy() for slot in reused]
 
         def undo() -> None:
-            for column, old in zip(columns, before, strict=True):
-                column[:] = old
-            self.requests[:] = requests
+            num_blocks_after = self.num_blocks[slots]
+            self._columns[:, slots], self.is_used[slots], self.is_failed[slots] = columns, is_used, is_failed
+            for slot, start, end in zip(slots.tolist(), columns[2].tolist(), num_blocks_after.tolist(), strict=True):
+                self.block_tables[slot, start:end] = 0
+            for slot, request in requests:
+                self.requests[slot] = request
             for slot, old_tokens, old_table in zip(reused, tokens, tables, strict=True):
                 self.token_ids[slot, : len(old_tokens)] = old_tokens
                 self.block_tables[slot, : len(old_table)] = old_table

@@ -2,49 +2,87 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagewire.errors import InvalidArgumentError, violation
 from worker_svc.batch import Batch, Rows
 from worker_svc.models.interface import ForwardBatch
+from worker_svc.ragged import has_repeats
 
 
-def build_inputs(batch: Batch, rows: Rows, device: torch.device) -> ForwardBatch:
-    """The ragged batch of the rows: token t of row r is at query_start_loc[r] + t.
+class InputBuffers:
+    """The arrays that a batch's inputs are built in, for steps of any size: a step overwrites the one before it."""
 
-    Raises InvalidArgumentError where two tokens would write the same KV.
-    """
-    counts = rows.num_scheduled_tokens
-    query_start_loc = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(counts, out=query_start_loc[1:])
-    row = np.repeat(np.arange(len(rows)), counts)
-    positions = np.arange(len(row)) + (rows.num_computed_tokens - query_start_loc[:-1])[row]
-    seq_lens = rows.num_computed_tokens + counts
-    slot_of_token = rows.slots[row]
-    blocks = batch.block_tables[slot_of_token, positions // batch.block_size].astype(np.int64)
-    slot_mapping = blocks * batch.block_size + positions % batch.block_size
-    if len(np.unique(slot_mapping)) != len(slot_mapping):
-        raise InvalidArgumentError(
-            [violation("plan.new_block_ids", "a block", "two tokens of the step would write the same place in it")],
-            reason="BAD_PLAN",
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        self._batch = batch
+        self._device = device
+        num_tokens, num_rows = batch.max_num_batched_tokens, batch.max_num_seqs
+        self._order = np.arange(max(num_tokens, num_rows + 1), dtype=np.int64)
+        self._order32 = self._order.astype(np.int32)
+        self._input_ids, self._positions, self._slot_mapping = np.empty((3, num_tokens), np.int64)
+        self._query_start_loc = np.zeros(num_rows + 1, np.int32)
+        self._seq_lens = np.empty(num_rows, np.int32)
+        self._token_of_place = np.empty(batch.num_kv_blocks * batch.block_size, np.int32)
+
+    def build(self, rows: Rows) -> ForwardBatch:
+        """The ragged batch of the rows: token t of row r is at query_start_loc[r] + t. Valid until the next call.
+
+        Raises InvalidArgumentError where two tokens would write the same KV.
+        """
+        counts, num_rows = rows.num_scheduled_tokens, len(rows)
+        num_tokens = int(np.add.reduce(counts, dtype=np.int64))
+        positions = self._positions[:num_tokens]
+        if num_tokens == num_rows:  # every row has one token
+            query_start_loc, max_query_len = self._order32[: num_rows + 1], 1
+            positions[:] = rows.num_computed_tokens
+            slots = rows.slots.astype(np.int64)
+        else:
+            query_start_loc = self._query_start_loc[: num_rows + 1]
+            np.cumsum(counts, out=query_start_loc[1:])
+            offsets = np.repeat(rows.num_computed_tokens - query_start_loc[:-1], counts)
+            np.add(self._order[:num_tokens], offsets, out=positions)
+            slots, max_query_len = np.repeat(rows.slots.astype(np.int64), counts), int(counts.max())
+        seq_lens = self._seq_lens[:num_rows]
+        np.add(rows.num_computed_tokens, counts, out=seq_lens)
+        max_seq_len = int(seq_lens.max())
+        tables = self._batch.block_tables[rows.slots, : -(-max_seq_len // self._batch.block_size)]
+        return ForwardBatch(
+            input_ids=self._tensor(self._token_ids(slots, positions)),
+            positions=self._tensor(positions),
+            query_start_loc=self._tensor(query_start_loc),
+            seq_lens=self._tensor(seq_lens),
+            block_tables=self._tensor(np.ascontiguousarray(tables)),
+            slot_mapping=self._tensor(self._places(slots, positions)),
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
         )
-    max_seq_len = int(seq_lens.max())
-    width = -(-max_seq_len // batch.block_size)
-    tables = batch.block_tables[rows.slots, :width]
-    # Behind a row's own blocks the table may hold what an earlier request of the slot left.
-    tables[np.arange(width) >= batch.num_blocks[rows.slots][:, None]] = 0
 
-    def tensor(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
+    def _token_ids(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        table, found = self._batch.token_ids, self._input_ids[: len(positions)]
+        found[:] = table.ravel().take(slots * table.shape[1] + positions)
+        return found
 
-    return ForwardBatch(
-        input_ids=tensor(batch.token_ids[slot_of_token, positions].astype(np.int64)),
-        positions=tensor(positions),
-        query_start_loc=tensor(query_start_loc),
-        seq_lens=tensor(seq_lens),
-        block_tables=tensor(tables),
-        slot_mapping=tensor(slot_mapping),
-        max_query_len=int(counts.max()),
-        max_seq_len=max_seq_len,
-    )
+    def _places(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where each token's KV goes."""
+        table, places = self._batch.block_tables, self._slot_mapping[: len(positions)]
+        block_size = self._batch.block_size
+        columns = positions // block_size
+        places[:] = table.ravel().take(slots * table.shape[1] + columns)
+        # block * block_size + (position - column * block_size), in one multiplication less.
+        places -= columns
+        places *= block_size
+        places += positions
+        if has_repeats(places, self._token_of_place):
+            raise InvalidArgumentError(
+                [violation("plan.new_block_ids", "a block", "two tokens of the step would write the same place in it")],
+                reason="BAD_PLAN",
+            )
+        return places
+
+    def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device)

@@ -15,10 +15,11 @@ from pagewire.engine import LogprobColumns
 from pagewire.errors import InternalError, InvalidArgumentError, PagewireError, violation
 from pagewire.plan import GrammarMask, StepPlan, StepResult, Timings
 from worker_svc.batch import Batch, Rows
-from worker_svc.inputs import build_inputs
+from worker_svc.inputs import InputBuffers
 from worker_svc.kv_pool import KvPool
 from worker_svc.models.interface import ForwardBatch, Model
 from worker_svc.sampler import NOT_NUMBERS, Sampled, logprob_columns, sample_rows, sampled_positions
+from worker_svc.sampling_state import PROMPT_LOGPROBS
 
 logger = logging.getLogger(__name__)
 MAX_LOGPROB_BYTES = 48 << 20
@@ -36,6 +37,7 @@ class ModelRunner:
         self.model = model
         self.pool = pool
         self.batch = batch
+        self._inputs = InputBuffers(batch, model.device)
         self._num_phases = 0
 
     @property
@@ -65,21 +67,25 @@ class ModelRunner:
     def _run(
         self, plan: StepPlan, rows: Rows, await_grammar_mask: AwaitGrammarMask | None, start_ns: int
     ) -> StepResult:
-        self._move_blocks(plan)
+        if len(plan.copy_sources) or len(plan.zero_block_ids):
+            self._move_blocks(plan)
         result = StepResult(plan.epoch, plan.step, EMPTY_INT32, EMPTY_INT32, EMPTY_INT32)
         result.errors = self._known_errors(plan)
         if not len(rows):
             result.timings = Timings(prepare_ns=time.monotonic_ns() - start_ns)
             return result
-        inputs = build_inputs(self.batch, rows, self.model.device)
+        inputs = self._inputs.build(rows)
         self._num_phases += 1
         prepared_ns = time.monotonic_ns()
         hidden = self.model.forward(inputs, self.pool.caches)
         self._num_phases += 1
         forward_ns = time.monotonic_ns()
-        result.prompt_logprobs, errors, max_bytes = self._prompt_logprobs(rows, inputs, hidden)
+        bytes_left = MAX_LOGPROB_BYTES
+        errors: dict[int, str] = {}
+        if self.batch.sampling.wanted(rows.slots) & PROMPT_LOGPROBS:
+            result.prompt_logprobs, errors, bytes_left = self._prompt_logprobs(rows, inputs, hidden)
         mask = self._grammar_mask(plan, rows, await_grammar_mask)
-        sampled = self._sample(rows, inputs, hidden, mask, max_bytes)
+        sampled = self._sample(rows, inputs, hidden, mask, bytes_left)
         self._commit(rows, sampled, errors, result)
         result.timings = Timings(
             prepare_ns=prepared_ns - start_ns,
@@ -90,9 +96,11 @@ class ModelRunner:
 
     def _known_errors(self, plan: StepPlan) -> dict[int, str]:
         """Rows that are skipped because their request failed before, or was wrong from the start."""
-        failed = plan.slots[self.batch.is_failed[plan.slots]]
-        new = [request.slot for request in plan.new_requests if self.batch.is_failed[request.slot]]
-        return {slot: self.batch.request(slot).error for slot in {*failed.tolist(), *new}}
+        is_failed = self.batch.is_failed
+        if not np.count_nonzero(is_failed):
+            return {}
+        new = [request.slot for request in plan.new_requests if is_failed[request.slot]]
+        return {slot: self.batch.request(slot).error for slot in {*plan.slots[is_failed[plan.slots]].tolist(), *new}}
 
     def _move_blocks(self, plan: StepPlan) -> None:
         device = self.model.device
@@ -110,25 +118,30 @@ class ModelRunner:
         positions = sampled_positions(self.batch, rows)
         if not len(positions):
             return Sampled(np.zeros(len(rows), np.int32), EMPTY_INT32, {}, {})
-        ends = inputs.query_start_loc.cpu().numpy()[1:]
-        index = ends[positions.rows] - rows.num_sampled_tokens[positions.rows] + positions.places
-        logits = self.model.compute_logits(hidden[torch.from_numpy(index).to(hidden.device)])
+        if len(positions) < len(hidden):
+            row = positions.rows
+            ends = np.cumsum(rows.num_scheduled_tokens)
+            index = ends[row] - rows.num_sampled_tokens[row] + positions.places
+            hidden = hidden[torch.from_numpy(index).to(hidden.device)]
+        logits = self.model.compute_logits(hidden)
         self._num_phases += 1
         return sample_rows(logits, self.batch, rows, positions, mask, max_bytes)
 
     def _commit(self, rows: Rows, sampled: Sampled, errors: dict[int, str], result: StepResult) -> None:
-        failed = sampled.errors | errors
-        is_failed = np.isin(rows.slots, list(failed))
-        emits = np.repeat(~is_failed, sampled.num_emitted)
-        num_emitted = np.where(is_failed, 0, sampled.num_emitted).astype(np.int32)
-        result.token_ids = sampled.token_ids[emits]
+        num_emitted, result.token_ids, result.logprobs = sampled.num_emitted, sampled.token_ids, sampled.logprobs
+        if failed := sampled.errors | errors:
+            is_failed = np.isin(rows.slots, list(failed))
+            result.token_ids = sampled.token_ids[np.repeat(~is_failed, num_emitted)]
+            num_emitted = np.where(is_failed, np.int32(0), num_emitted)
+            result.logprobs = {slot: columns for slot, columns in sampled.logprobs.items() if slot not in failed}
+            result.prompt_logprobs = {s: found for s, found in result.prompt_logprobs.items() if s not in failed}
+            result.errors |= failed
         self.batch.commit(rows, num_emitted, result.token_ids)
         for slot, error in failed.items():
             self.batch.fail(slot, error)
-        result.slots, result.num_tokens = rows.slots[num_emitted > 0], num_emitted[num_emitted > 0]
-        result.errors |= failed
-        result.logprobs = {slot: columns for slot, columns in sampled.logprobs.items() if slot not in failed}
-        result.prompt_logprobs = {s: found for s, found in result.prompt_logprobs.items() if s not in failed}
+        result.slots, result.num_tokens = rows.slots, num_emitted
+        if np.count_nonzero(num_emitted) < len(rows):
+            result.slots, result.num_tokens = rows.slots[num_emitted > 0], num_emitted[num_emitted > 0]
 
     def _prompt_logprobs(
         self, rows: Rows, inputs: ForwardBatch, hidden: torch.Tensor
@@ -142,7 +155,8 @@ class ModelRunner:
         errors: dict[int, str] = {}
         bytes_left = MAX_LOGPROB_BYTES
         starts = inputs.query_start_loc.cpu().numpy()
-        for row, slot in enumerate(rows.slots.tolist()):
+        for row in np.flatnonzero(self.batch.sampling.wants[rows.slots] & PROMPT_LOGPROBS).tolist():
+            slot = int(rows.slots[row])
             request = self.batch.request(slot)
             wanted = request.params.prompt_logprobs
             computed = int(rows.num_computed_tokens[row])
@@ -171,7 +185,7 @@ class ModelRunner:
         for start in range(0, len(hidden), _LOGITS_SLICE):
             logits = self.model.compute_logits(hidden[start : start + _LOGITS_SLICE])
             self._num_phases += 1
-            if not bool(logits.amax(dim=-1).isfinite().all()):
+            if not bool(kernels.argmax(logits)[1].isfinite().all()):
                 return None
             chosen = self.batch.token_ids[slot, first + start : first + start + len(logits)]
             parts.append(logprob_columns(logits, chosen, num_likeliest))

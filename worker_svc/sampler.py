@@ -8,14 +8,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels import sampling
-from kernels.logprobs import gather_logprobs
+import kernels
 from pagewire.engine import LogprobColumns
 from pagewire.plan import GrammarMask
 from worker_svc.batch import Batch, Rows
 from worker_svc.processors import RowContext, apply_processors
+from worker_svc.ragged import rows_and_places
+from worker_svc.sampling_state import LOGPROBS, MIN_TOKENS, PROCESSORS, RANDOM
 
 Ints = npt.NDArray[np.int32]
+Indices = npt.NDArray[np.int64]
 NOT_NUMBERS = "the model's logits are not numbers"
 NOTHING_ALLOWED = "the logits processors forbid every token"
 
@@ -24,12 +26,12 @@ NOTHING_ALLOWED = "the logits processors forbid every token"
 class Positions:
     """Where a step samples: one entry per sampled position, the positions of a row one after another."""
 
-    rows: npt.NDArray[np.int64]
+    rows: Indices
     """Row of each position."""
     slots: Ints
-    lengths: npt.NDArray[np.int64]
+    lengths: Indices
     """Tokens before the sampled one, drafts too."""
-    places: npt.NDArray[np.int64]
+    places: Indices
     """0 for a row's first sampled position, 1 for the next ..."""
 
     def __len__(self) -> int:
@@ -52,73 +54,101 @@ class Sampled:
 
 def sampled_positions(batch: Batch, rows: Rows) -> Positions:
     """The last num_sampled_tokens positions of every row."""
-    row = np.repeat(np.arange(len(rows)), rows.num_sampled_tokens)
-    starts = np.cumsum(rows.num_sampled_tokens) - rows.num_sampled_tokens
-    places = np.arange(len(row)) - starts[row]
+    if rows.num_draft_tokens is None:
+        row = np.flatnonzero(rows.num_sampled_tokens)
+        slots = rows.slots if len(row) == len(rows) else rows.slots[row]
+        return Positions(row, slots, batch.num_tokens[slots].astype(np.int64), np.zeros(len(row), np.int64))
+    row, places = rows_and_places(rows.num_sampled_tokens)
     slots = rows.slots[row]
-    return Positions(row, slots, batch.num_tokens[slots].astype(np.int64) + places, places)
+    return Positions(row, slots, batch.num_tokens[slots] + places, places)
 
 
 def sample_rows(
-    logits: torch.Tensor, batch: Batch, rows: Rows, positions: Positions, mask: GrammarMask | None, max_bytes: int
+    logits: torch.Tensor,
+    batch: Batch,
+    rows: Rows,
+    positions: Positions,
+    mask: GrammarMask | None,
+    max_logprob_bytes: int,
 ) -> Sampled:
-    """Samples every position and accepts each row's drafts while they equal what was sampled.
+    """Samples every position and decides what each row emits.
 
-    logits: float32 [positions, vocab_size], the model's own; not changed. max_bytes bounds the log-probabilities.
+    logits: float32 [positions, vocab_size], the model's own; not changed.
     """
-    tokens, errors = _sample_positions(logits, batch, positions, mask)
-    num_emitted = _num_emitted(batch, rows, positions, tokens, errors)
-    logprobs = _logprobs(logits, batch, rows, num_emitted, tokens, errors, max_bytes)
-    for row in np.flatnonzero(np.isin(rows.slots, list(errors))):
-        num_emitted[row] = 0
-    is_emitted = positions.places < num_emitted[positions.rows]
-    return Sampled(num_emitted, tokens[is_emitted].astype(np.int32), errors, logprobs)
+    token_ids, largest = kernels.argmax(logits)
+    tokens = token_ids.cpu().numpy()
+    errors: dict[int, str] = {}
+    _note_failures(largest, positions.slots, NOT_NUMBERS, errors)
+    wanted = batch.sampling.wanted(positions.slots)
+    if mask is not None or wanted & (PROCESSORS | MIN_TOKENS | RANDOM):
+        _sample_positions(logits, tokens, batch, positions, mask, errors)
+    num_emitted = rows.num_sampled_tokens
+    if rows.num_draft_tokens is not None:
+        num_emitted = _accept_drafts(batch, rows, positions, tokens)
+    logprobs: dict[int, LogprobColumns] = {}
+    if errors:
+        num_emitted = _without(num_emitted, rows.slots, errors)
+    if wanted & LOGPROBS:
+        logprobs = _logprobs(logits, batch, rows, num_emitted, tokens, errors, max_logprob_bytes)
+        num_emitted = _without(num_emitted, rows.slots, errors)
+    if errors or rows.num_draft_tokens is not None:
+        tokens = tokens[positions.places < num_emitted[positions.rows]]
+    return Sampled(num_emitted, tokens.astype(np.int32), errors, logprobs)
+
+
+def _without(num_emitted: Ints, slots: Ints, errors: dict[int, str]) -> Ints:
+    """0 for the rows that failed."""
+    return np.where(np.isin(slots, list(errors)), np.int32(0), num_emitted)
 
 
 def _sample_positions(
-    logits: torch.Tensor, batch: Batch, positions: Positions, mask: GrammarMask | None
-) -> tuple[npt.NDArray[np.int64], dict[int, str]]:
+    logits: torch.Tensor,
+    tokens: Indices,
+    batch: Batch,
+    positions: Positions,
+    mask: GrammarMask | None,
+    errors: dict[int, str],
+) -> None:
+    """Overwrites the greedy tokens of positions that have a processor or noise; notes those where nothing is left."""
     state, device = batch.sampling, logits.device
-    errors: dict[int, str] = {}
-    tokens = sampling.greedy(logits)
-    _note_failures(logits, tokens, positions.slots, NOT_NUMBERS, errors)
-
     masks = _mask_rows(mask, batch.vocab_size)
-    needs = state.has_processors[positions.slots] | (positions.lengths < state.first_free_stop[positions.slots])
+    wants = state.wants[positions.slots]
+    needs = ((wants & PROCESSORS) != 0) | (positions.lengths < state.first_free_stop[positions.slots])
     if masks:
         needs |= np.isin(positions.slots, list(masks))
-    processed_rows = np.flatnonzero(needs & ~np.isin(positions.slots, list(errors)))
+    if errors:
+        needs &= ~np.isin(positions.slots, list(errors))
+    processed_rows = np.flatnonzero(needs)
     if len(processed_rows):
-        index = torch.from_numpy(processed_rows).to(device)
-        processed = logits[index]
+        processed = logits[torch.from_numpy(processed_rows).to(device)]
         apply_processors(processed, [_context(batch, positions, i, masks) for i in processed_rows.tolist()])
-        greedy = sampling.greedy(processed)
-        _note_failures(processed, greedy, positions.slots[processed_rows], NOTHING_ALLOWED, errors)
-        tokens[index] = greedy
+        greedy, largest = kernels.argmax(processed)
+        _note_failures(largest, positions.slots[processed_rows], NOTHING_ALLOWED, errors)
+        tokens[processed_rows] = greedy.cpu().numpy()
     place_of = np.full(len(positions), -1)
     place_of[processed_rows] = np.arange(len(processed_rows))
 
-    random = ~state.is_greedy[positions.slots] & ~np.isin(positions.slots, list(errors))
+    random = (wants & RANDOM) != 0
+    if errors:
+        random &= ~np.isin(positions.slots, list(errors))
     for is_processed in (False, True):
         group = np.flatnonzero(random & ((place_of >= 0) == is_processed))
         if len(group):
-            source = (
-                processed[torch.from_numpy(place_of[group]).to(device)]
-                if is_processed
-                else logits[torch.from_numpy(group).to(device)]
-            )
+            source = _rows_of(processed, place_of[group]) if is_processed else _rows_of(logits, group)
             draws = state.draws(positions.slots[group], positions.lengths[group], device)
-            tokens[torch.from_numpy(group).to(device)] = sampling.sample(source, draws)
-    return tokens.cpu().numpy(), errors
+            tokens[group] = kernels.sample(source, draws).cpu().numpy()
 
 
-def _note_failures(
-    logits: torch.Tensor, likeliest: torch.Tensor, slots: Ints, message: str, errors: dict[int, str]
-) -> None:
-    """Notes the slots whose largest logit is no finite number (argmax takes a NaN for the maximum)."""
-    is_bad = ~logits.gather(1, likeliest[:, None]).flatten().isfinite()
-    if bool(is_bad.any()):
-        for slot in np.unique(slots[is_bad.cpu().numpy()]).tolist():
+def _rows_of(logits: torch.Tensor, rows: Indices) -> torch.Tensor:
+    """Some rows in ascending order; the tensor itself where they are all."""
+    return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
+
+
+def _note_failures(largest: torch.Tensor, slots: Ints, message: str, errors: dict[int, str]) -> None:
+    """Notes the slots whose largest logit is no finite number; it is NaN where any logit is."""
+    is_good = np.isfinite(largest.cpu().numpy())
+    if np.count_nonzero(is_good) < len(is_good):
+        for slot in np.unique(slots[~is_good]).tolist():
             errors.setdefault(slot, message)
 
 
@@ -138,10 +168,9 @@ def _mask_rows(mask: GrammarMask | None, vocab_size: int) -> dict[int, Ints]:
     return {slot: lines[start:end] for slot, start, end in parts}
 
 
-def _num_emitted(
-    batch: Batch, rows: Rows, positions: Positions, tokens: npt.NDArray[np.int64], errors: dict[int, str]
-) -> Ints:
-    """Per row the accepted drafts and one more; 0 where nothing was sampled or the row failed."""
+def _accept_drafts(batch: Batch, rows: Rows, positions: Positions, tokens: Indices) -> Ints:
+    """Per row the accepted drafts and one more; 0 where nothing was sampled."""
+    assert rows.num_draft_tokens is not None
     emitted = np.minimum(rows.num_sampled_tokens, 1)
     for row in np.flatnonzero(rows.num_draft_tokens):
         slot, num_drafts = int(rows.slots[row]), int(rows.num_draft_tokens[row])
@@ -150,7 +179,6 @@ def _num_emitted(
         sampled = tokens[positions.rows == row][:num_drafts]
         is_equal = drafts == sampled
         emitted[row] = 1 + (num_drafts if is_equal.all() else int(is_equal.argmin()))
-    emitted[np.isin(rows.slots, list(errors))] = 0
     return emitted
 
 
@@ -159,7 +187,7 @@ def _logprobs(
     batch: Batch,
     rows: Rows,
     num_emitted: Ints,
-    tokens: npt.NDArray[np.int64],
+    tokens: Indices,
     errors: dict[int, str],
     max_bytes: int,
 ) -> dict[int, LogprobColumns]:
@@ -167,7 +195,8 @@ def _logprobs(
     found: dict[int, LogprobColumns] = {}
     starts = np.cumsum(rows.num_sampled_tokens) - rows.num_sampled_tokens
     groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for row in np.flatnonzero(batch.sampling.wants_logprobs[rows.slots] & (num_emitted > 0)).tolist():
+    wants = (batch.sampling.wants[rows.slots] & LOGPROBS) != 0
+    for row in np.flatnonzero(wants & (num_emitted > 0)).tolist():
         params = batch.request(int(rows.slots[row])).params
         groups.setdefault((params.logprobs or 0, params.logprob_token_ids), []).append(row)
     for (num_likeliest, extra), members in groups.items():
@@ -182,7 +211,7 @@ def _logprobs(
                 fitting.append(row)
         if fitting:
             index = np.concatenate([np.arange(starts[r], starts[r] + num_emitted[r]) for r in fitting])
-            columns = logprob_columns(logits[torch.from_numpy(index)], tokens[index], num_likeliest, extra)
+            columns = logprob_columns(_rows_of(logits, index), tokens[index], num_likeliest, extra)
             ends = np.cumsum(num_emitted[fitting])
             for row, end in zip(fitting, ends.tolist(), strict=True):
                 found[int(rows.slots[row])] = columns.rows(end - int(num_emitted[row]), end)
@@ -196,7 +225,7 @@ def logprob_columns(
     device = logits.device
     extra_ids = torch.tensor(extra, dtype=torch.int64, device=device) if extra else None
     chosen_ids = torch.from_numpy(chosen.astype(np.int64)).to(device)
-    token_ids, values, ranks = gather_logprobs(logits, chosen_ids, num_likeliest, extra_ids)
+    token_ids, values, ranks = kernels.gather_logprobs(logits, chosen_ids, num_likeliest, extra_ids)
     return LogprobColumns(
         token_ids.to(torch.int32).cpu().numpy(), values.cpu().numpy(), ranks.to(torch.int32).cpu().numpy()
     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kernels.matrix import column_major
+from kernels.sampling import Draws
 
 
 @dataclass
@@ -158,6 +159,42 @@ def block_calls(generator: torch.Generator, dtype: torch.dtype, num_lists: int) 
         yield Call([*caches, *lists], changed=(0, 1))
 
 
+def argmax_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
+    for rows, vocab_size in ((1, 1), (3, 97), (5, 2500)):
+        logits = randn(generator, rows, vocab_size, dtype=dtype).float()
+        yield Call([logits])
+        logits = logits.round()
+        logits[-1, vocab_size // 2] = torch.nan
+        yield Call([logits])
+
+
+def sample_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
+    for rows, vocab_size in ((1, 1), (4, 97), (7, 513)):
+
+        def chosen(values: list[float], kind: torch.dtype, rows: int = rows) -> torch.Tensor:
+            return torch.tensor(values, dtype=kind)[torch.randint(len(values), (rows,), generator=generator)]
+
+        draws = Draws(
+            temperature=chosen([0.1, 1.0, 3.0], torch.float32),
+            top_k=chosen([0, 1, 20, 600], torch.int64),
+            top_p=chosen([0.3, 0.95, 1.0], torch.float64),
+            min_p=chosen([0.0, 0.1], torch.float64),
+            seeds=torch.randint(-(2**62), 2**62, (rows,), generator=generator),
+            positions=torch.arange(rows) * 1000,
+            child_indices=torch.arange(rows) % 3,
+        )
+        logits = randn(generator, rows, vocab_size, dtype=dtype).float() * 3
+        yield Call([logits, draws])
+        yield Call([logits.round(), draws])
+
+
+def logprobs_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
+    for num_likeliest, extra in ((0, None), (5, None), (-1, [3, 1]), (97, None), (7, [96])):
+        logits = randn(generator, 3, 97, dtype=dtype).float() * 3
+        extra_ids = None if extra is None else torch.tensor(extra)
+        yield Call([logits, torch.randint(97, (3,), generator=generator), num_likeliest, extra_ids])
+
+
 CALLS: dict[str, Callable[[torch.Generator, torch.dtype], Iterator[Call]]] = {
     "paged_attention": attention_calls,
     "write_kv": write_calls,
@@ -165,6 +202,9 @@ CALLS: dict[str, Callable[[torch.Generator, torch.dtype], Iterator[Call]]] = {
     "rotary_embedding": rotary_calls,
     "linear": linear_calls,
     "silu_and_mul": activation_calls,
+    "argmax": argmax_calls,
+    "sample": sample_calls,
+    "gather_logprobs": logprobs_calls,
     "copy_blocks": lambda generator, dtype: block_calls(generator, dtype, 2),
     "zero_blocks": lambda generator, dtype: block_calls(generator, dtype, 1),
 }

@@ -122,7 +122,7 @@ def test_min_tokens_holds_back_stops_until_they_are_there(core, runner):
 def test_rows_with_default_parameters_skip_all_the_work(core, monkeypatch):
     monkeypatch.setattr(sampler, "apply_processors", None)
     monkeypatch.setattr(sampler, "logprob_columns", None)
-    monkeypatch.setattr(sampler.sampling, "sample", None)
+    monkeypatch.setattr(sampler.kernels, "sample", None)
     req = request([1, 2, 3], GREEDY, eos=(7,))
     assert len(core.generate([req], 3)[0]) == 3
 
