@@ -21,7 +21,11 @@ class CoreSettings(CommonSettings):
     model: str = setting("", help="alias, directory, GGUF file or hub id; empty: what the worker was started with")
     revision: str = setting("", help="revision of the model on the hub")
     dtype: str = setting("", help="type of weights and activations; empty: the worker's choice", choices=_DTYPES)
-    quantization: str = setting("", help="quantization of the weights; empty: as the files say")
+    quantization: str = setting(
+        "",
+        help="int8: 8-bit weights and activations; gguf: the GGUF file's own blocks; empty: weights of --dtype",
+        choices=("", "int8", "gguf"),
+    )
     max_model_len: int = setting(0, help="longest sequence in tokens; 0: the model's own limit", low=0)
     force_generic: bool = setting(False, help="use the generic model path even for known architectures")
     load_format: str = setting("", help="format of the weights; dummy makes random ones")

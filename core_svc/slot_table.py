@@ -107,7 +107,7 @@ class SlotTable:
         request.slot, request.table = NO_SLOT, None
         self.requests[slot] = None
         self.admitted_step[slot] = FREE
-        self.num_drafts[slot] = self.num_kv_tokens[slot] = 0
+        self.num_drafts[slot] = 0
         self.is_drafting[slot] = self.wants_logprobs[slot] = False
         self._has_released = True
         self._free_slots.append(slot)

@@ -200,6 +200,9 @@ class Harness:
             assert request.num_computed_tokens < num_expected and request.num_tokens <= request.max_num_tokens
             assert self.in_flight is not None or not request.num_output_placeholders
             assert len(request.blocks) * self.config.block_size >= request.num_computed_tokens
+            if self.config.enable_prefix_caching and self.in_flight is None:
+                full = request.blocks[: request.num_computed_tokens // self.config.block_size]
+                assert all(block.block_hash is not None for block in full), "a full, committed block can be found"
         if self.plans:
             assert self.plans[-1].total_num_scheduled_tokens <= self.config.max_num_batched_tokens
 

@@ -292,6 +292,25 @@ def test_a_worker_lost_with_two_steps_in_flight() -> None:
     assert_engine_empty(harness)
 
 
+def test_a_step_of_a_worker_that_was_lost_and_replaced_is_not_waited_for() -> None:
+    """Both messages lie in the inbox before the loop looks at the step that will never end."""
+    harness = overlapping()
+    harness.executor.submit = lambda plan: Future()  # type: ignore[method-assign]
+    harness.add(make_request(1, 10, params(30)))
+    harness.step()
+    assert harness.in_flight is not None
+    harness.engine.fail(UnavailableError("the worker is gone"))
+    harness.executor.initialize_cache(CacheSpec(num_blocks=50), 2)
+    resumed = harness.engine.resume_with(CacheInfo(50), 2)
+    stepping = threading.Thread(target=harness.step, daemon=True)
+    stepping.start()
+    stepping.join(5)
+    assert not stepping.is_alive() and resumed.done() and harness.in_flight is None
+    finished = harness.of(1).finished
+    assert finished is not None and finished.error_message == "the worker is gone"
+    assert harness.engine.stats().epoch == 2
+
+
 def test_shutdown_waits_for_what_is_in_flight() -> None:
     harness = overlapping(options=FakeOptions(latency_s=0.01))
     with running_engine(harness) as thread:

@@ -443,6 +443,43 @@ def test_stop_by_end_of_sequence_stop_token_and_min_tokens() -> None:
     assert EOS not in tokens
 
 
+def test_stops_are_found_however_many_ids_a_request_names_and_whoever_had_the_slot_before() -> None:
+    """More ids than the table has room for, the one that counts at any place; the next request has none of them."""
+    harness = Harness(max_num_seqs=1)
+    tokens = run_one(harness, make_request(0, 20, params(12))).tokens
+    unused = [token for token in range(100, 120) if token not in tokens]
+    for request_id, place in enumerate((0, 3, 7, 8, 12), start=1):
+        stop_token_ids = (*unused[:place], tokens[5], *unused[place:14])
+        many = make_request(request_id, 20, params(12, stop_token_ids=stop_token_ids))
+        many.prompt_token_ids = make_request(0, 20).prompt_token_ids
+        got = run_one(harness, many)
+        assert got.tokens == tokens[:6] and got.reason is FinishReason.STOP
+        few = make_request(100 + request_id, 20, params(12, stop_token_ids=(unused[0], unused[1], tokens[5])))
+        few.prompt_token_ids = make_request(0, 20).prompt_token_ids
+        assert run_one(harness, few).tokens == tokens[:6]
+        none = make_request(200 + request_id, 20, params(12))
+        none.prompt_token_ids = few.prompt_token_ids
+        assert run_one(harness, none).tokens == tokens
+    assert_engine_empty(harness)
+
+
+def test_a_longer_sequence_takes_nothing_from_those_that_run() -> None:
+    """The table of tokens grows while short requests are in it."""
+    harness = Harness(max_model_len=4000, num_blocks=400, max_num_batched_tokens=64)
+    short = make_request(1, 700, params(200))
+    harness.add(short)
+    harness.step()
+    harness.add(make_request(2, 1200, params(900)))
+    for _ in range(20):
+        harness.step()
+    running = harness.live(1)
+    assert running.token_ids.tolist() == [*short.prompt_token_ids.tolist(), *harness.of(1).tokens]
+    harness.run()
+    for asked in (short, make_request(2, 1200, params(900))):
+        assert harness.of(asked.request_id).tokens == expected_tokens(harness, asked)
+    assert_engine_empty(harness)
+
+
 def test_min_tokens_does_not_outlive_the_model_length() -> None:
     harness = Harness(max_model_len=20)
     got = run_one(harness, make_request(1, 15, params(40, min_tokens=30)))

@@ -12,6 +12,7 @@ INTAKE = "tests/core/test_engine_intake.py"
 UTILITIES = "tests/core/test_engine_utilities.py"
 FAILURES = "tests/core/test_engine_failures.py"
 PROPERTIES = "tests/core/test_core_properties.py"
+OVERLAP = "tests/core/test_overlap.py"
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,16 @@ FAULTS = [
     Fault(
         "computed tokens are not rolled back after rejected drafts",
         "core_svc/commit.py",
-        "    request.num_computed_tokens -= num_rejected\n",
+        "    table.num_computed_tokens[slot] -= num_rejected\n",
         "",
         (SCHEDULING,),
     ),
     Fault(
         "computed tokens survive a preemption",
         "core_svc/scheduler.py",
-        "        request.num_computed_tokens = 0\n",
+        "        request.held_num_computed_tokens = 0\n",
         "",
-        (SCHEDULING,),
+        (SCHEDULING, PROPERTIES),
     ),
     Fault(
         "a stop token is ignored",
@@ -127,15 +128,15 @@ FAULTS = [
     Fault(
         "the budget is exceeded by one",
         "core_svc/scheduler.py",
-        "min(debt, budget, self.config",
-        "min(debt, budget + 1, self.config",
+        "np.clip(budget - before, 0, num_new)",
+        "np.clip(budget + 1 - before, 0, num_new)",
         (SCHEDULING,),
     ),
     Fault(
-        "a victim from the front, perhaps already scheduled",
+        "a victim from the front",
         "core_svc/scheduler.py",
-        "            victim = self.running.pop()\n",
-        "            victim = self.running.pop(0)\n",
+        "self._preempt(self.table.requests[self.table.running[-1]])",
+        "self._preempt(self.table.requests[self.table.running[0]])",
         (SCHEDULING,),
     ),
     Fault(
@@ -176,8 +177,8 @@ FAULTS = [
     Fault(
         "released slots are not flushed",
         "core_svc/scheduler.py",
-        "        if self._released_slots or (self.running",
-        "        if (self.running",
+        "        if self._released_slots or (self.num_running",
+        "        if (self.num_running",
         (SCHEDULING,),
     ),
     Fault(
@@ -197,8 +198,8 @@ FAULTS = [
     Fault(
         "a late result goes to the request that came back",
         "core_svc/plan_builder.py",
-        "return request.slot >= 0 and request.admitted_step <= self.number",
-        "return request.slot >= 0",
+        "return table.admitted_step[self.plan.slots] <= self.number",
+        "return table.admitted_step[self.plan.slots] < np.iinfo(np.int64).max",
         (INTAKE,),
     ),
     Fault(
@@ -211,7 +212,7 @@ FAULTS = [
     Fault(
         "a failed step leaves its released slots to the worker",
         "core_svc/scheduler.py",
-        "        self._released_slots.extend(int(slot) for slot in step.plan.released_slots)\n",
+        "        self._released_slots += step.plan.released_slots.tolist()\n",
         "",
         (FAILURES,),
     ),
@@ -242,5 +243,110 @@ FAULTS = [
         "        engine.scheduler.preempt_all()\n        engine.scheduler.kv",
         "        engine.scheduler.kv",
         (UTILITIES,),
+    ),
+    Fault(
+        "a stop token is looked for among the first ids only",
+        "core_svc/commit.py",
+        "in table.stop_ids[: table.num_stop_ids]:",
+        "in table.stop_ids[:1]:",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "ids beyond the columns are forgotten",
+        "core_svc/slot_table.py",
+        "not request.logprob_width and num_stop_ids <= MAX_STOP_IDS",
+        "not request.logprob_width",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "a length limit is not seen in the columns",
+        "core_svc/commit.py",
+        "= num_tokens >= table.max_num_tokens[slots]",
+        "= num_tokens > table.max_num_tokens[slots] + 1",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "results are taken in the worker's order",
+        "core_svc/result_rows.py",
+        "bool((result.slots == plan.slots).all())",
+        "len(plan.slots) > 0",
+        (PROPERTIES,),
+    ),
+    Fault(
+        "frontends get each other's tokens",
+        "core_svc/slot_table.py",
+        "(name, numbers == number)",
+        "(name, numbers >= 0)",
+        (INTAKE,),
+    ),
+    Fault(
+        "a full block is hashed once, the next ones never",
+        "core_svc/scheduler.py",
+        "        self.table.next_full_tokens[request.slot] = self._next_full_tokens(request)\n",
+        "        self.table.next_full_tokens[request.slot] = NEVER\n",
+        (UTILITIES, OVERLAP, PROPERTIES, SCHEDULING),
+    ),
+    Fault(
+        "tokens are cut off where the table grows",
+        "core_svc/slot_table.py",
+        "            wider[:, :width] = self.token_ids\n",
+        "            wider[:, : width // 2] = self.token_ids[:, : width // 2]\n",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "a row is planned behind the last token",
+        "core_svc/scheduler.py",
+        "(num_known - num_computed) * (num_known < table.max_num_tokens[slots])",
+        "num_known - num_computed",
+        (OVERLAP,),
+    ),
+    Fault(
+        "a step is planned behind drafts",
+        "core_svc/scheduler.py",
+        "is_waiting = table.is_drafting[slots] & (num_known > table.num_tokens[slots])",
+        "is_waiting = table.is_drafting[slots] & (num_known < 0)",
+        (OVERLAP,),
+    ),
+    Fault(
+        "the step behind a failed one is not taken back",
+        "core_svc/scheduler.py",
+        "            self._unplan(ahead)\n",
+        "",
+        (OVERLAP,),
+    ),
+    Fault(
+        "requests of the step behind a failed one go on as if it had happened",
+        "core_svc/scheduler.py",
+        "            for request in ahead.requests[ahead.is_current(self.table)]:\n",
+        "            for request in ahead.requests[:0]:\n",
+        (OVERLAP,),
+    ),
+    Fault(
+        "commands run while a step is in flight",
+        "core_svc/engine.py",
+        "                in_flight = self._update(in_flight, None)\n",
+        "",
+        (OVERLAP,),
+    ),
+    Fault(
+        "a pause is answered while a step is in flight",
+        "core_svc/engine.py",
+        "        if ahead is None:\n            self._utilities.answer_pauses()\n",
+        "        self._utilities.answer_pauses()\n",
+        (OVERLAP,),
+    ),
+    Fault(
+        "overlap waits for the step before it submits the next",
+        "core_svc/engine.py",
+        "        ahead = self._submit(self._schedule())\n        ahead = self._update(in_flight, ahead)\n",
+        "        ahead = self._update(in_flight, None)\n        ahead = self._submit(self._schedule())\n",
+        (OVERLAP,),
+    ),
+    Fault(
+        "a loss ends only a wait that begins after it",
+        "core_svc/executor_link.py",
+        "        lost, future = in_flight.lost, in_flight.future\n",
+        "        lost, future = self._lost, in_flight.future\n",
+        (OVERLAP,),
     ),
 ]
