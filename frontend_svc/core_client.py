@@ -54,6 +54,9 @@ RECONNECT_S = 3.0
 RETRY_DELAY_S = (0.05, 1.0)
 NUM_SILENT_HEARTBEATS = 3
 RETRY_AFTER_S = 1.0
+ACKNOWLEDGE_EVERY = 32
+"""Messages that one acknowledgement covers, unless a request ends in one: an acknowledgement costs about as much as a
+message, and a core that keeps 32 of them does not notice."""
 
 
 async def _answer(call: Awaitable[T]) -> T:
@@ -78,6 +81,8 @@ class GrpcCoreClient:
         self._is_open = asyncio.Event()
         self._lost: PagewireError | None = None
         self._num_received: dict[int, int] = {}
+        self._unacknowledged: list[StepOutputs] = []
+        """Processed, and not yet counted in _num_received."""
         self._waiting_since: float | None = None
         """When the read that runs began; None while nobody reads."""
         self._watchdog: asyncio.Task[None] | None = None
@@ -148,6 +153,7 @@ class GrpcCoreClient:
         """Opens the output stream, naming what we have. Raises UnavailableError where the core is another one now."""
         call: Stream = self._stub.StreamOutputs()
         try:
+            self._count_received()
             await call.write(core_wire.open_stream(self.frontend_incarnation, self._num_received))
             first = await asyncio.wait_for(call.read(), CALL_TIMEOUT_S)
         except grpc.RpcError as error:
@@ -239,7 +245,9 @@ class GrpcCoreClient:
                     continue
                 outputs = core_wire.step_outputs_from_proto(message.outputs)
                 yield outputs
-                await stream.write(core_wire.acknowledge(outputs.sequence, self._note(outputs)))
+                self._unacknowledged.append(outputs)
+                if outputs.finished or len(self._unacknowledged) >= ACKNOWLEDGE_EVERY:
+                    await stream.write(core_wire.acknowledge(outputs.sequence, self._count_received()))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         except asyncio.InvalidStateError as error:  # a write after the stream ended
@@ -250,16 +258,17 @@ class GrpcCoreClient:
                 raise self._lost from None
             raise
 
-    def _note(self, outputs: StepOutputs) -> list[int]:
-        """Counts what was received and processed; returns the requests that ended."""
-        received = self._num_received
-        rows = zip(outputs.request_ids.tolist(), outputs.offsets.tolist(), outputs.num_tokens.tolist(), strict=True)
-        for request_id, offset, num_tokens in rows:
-            if num_tokens and request_id in received:
-                received[request_id] = max(received[request_id], offset + num_tokens)
-        ended = [int(outputs.request_ids[finished.row]) for finished in outputs.finished]
+    def _count_received(self) -> list[int]:
+        """Counts what was received and processed since the last time; returns the requests that ended."""
+        received, ends, ended = self._num_received, dict[int, int](), list[int]()
+        for outputs in self._unacknowledged:
+            ends.update(zip(outputs.request_ids.tolist(), (outputs.offsets + outputs.num_tokens).tolist(), strict=True))
+            ended += [int(outputs.request_ids[finished.row]) for finished in outputs.finished]
+        self._unacknowledged.clear()
         for request_id in ended:
             received.pop(request_id, None)
+        for request_id in received.keys() & ends.keys():
+            received[request_id] = max(received[request_id], ends[request_id])
         return ended
 
     async def _reopen(self, error: PagewireError) -> None:

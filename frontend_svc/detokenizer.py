@@ -53,23 +53,40 @@ def make_detokenizer(
 
 
 class ByteLevelDetokenizer:
-    """Tokens are bytes; the text is their UTF-8 decoding."""
+    """Tokens are bytes; the text is their UTF-8 decoding.
 
-    __slots__ = ("_decode", "_pieces", "_size", "_skipped")
+    Nearly every token is whole characters, and comes where no character is open: its text is looked up.
+    """
+
+    __slots__ = ("_decoder", "_is_inside", "_pieces", "_size", "_skipped", "_special", "_whole_texts")
 
     def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
         self._pieces = vocabulary.pieces
         self._size = len(vocabulary)
         self._skipped: frozenset[int] = vocabulary.special_token_ids if skip_special_tokens else frozenset()
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._special = vocabulary.special_token_ids
+        self._whole_texts = vocabulary.whole_texts
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_inside = False
+        """A character is begun and not complete."""
 
     def decode(self, token_id: int) -> str:
+        text = None if self._is_inside else self._whole_texts.get(token_id)
+        return self._decode_bytes(token_id) if text is None else text
+
+    def _decode_bytes(self, token_id: int) -> str:
         if not 0 <= token_id < self._size or token_id in self._skipped:
             return ""
-        return self._decode(self._pieces[token_id])
+        was_inside = self._is_inside
+        text = self._decoder.decode(self._pieces[token_id])
+        self._is_inside = bool(self._decoder.getstate()[0])
+        if not (was_inside or self._is_inside or token_id in self._special):
+            self._whole_texts[token_id] = text
+        return text
 
     def flush(self) -> str:
-        return self._decode(b"", True)
+        self._is_inside = False
+        return self._decoder.decode(b"", True)
 
 
 class ByteFallbackDetokenizer:

@@ -43,6 +43,8 @@ class LLM:
     Args:
         model: alias (`smollm2`), Hugging Face directory, GGUF file or hub id.
         dtype: float32, bfloat16 or float16; empty is the model's own choice.
+        quantization: "int8" (8-bit weights and activations, any model), "gguf" (a GGUF file's own blocks, not
+            dequantized), empty: weights of dtype. Both are for the CPU.
         max_model_len: longest sequence in tokens; 0 is the model's own limit.
         num_kv_blocks: KV blocks; 0 is as many as kv_cache_memory_bytes (0: the worker's own budget) takes.
         executor: runs the plans; a worker in this process unless given.

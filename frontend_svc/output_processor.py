@@ -93,15 +93,19 @@ class OutputProcessor:
         if outputs.stats is not None:
             self.core_stats = outputs.stats
         finished = {f.row: f for f in outputs.finished}
+        is_plain = not (finished or outputs.started or outputs.logprobs or outputs.prompt_logprobs)
         for row, request_id, offset, token_ids in _rows(outputs):
             found = self._states.get(request_id)
             if found is None:
                 self.num_unknown_ids += 1
                 continue
             state, parent = found
-            if row in outputs.started:
-                parent.num_cached_tokens = max(parent.num_cached_tokens, outputs.started[row])
             try:
+                if is_plain and offset == state.num_received:
+                    self._process_row(state, parent, token_ids, None, None, aborts)
+                    continue
+                if row in outputs.started:
+                    parent.num_cached_tokens = max(parent.num_cached_tokens, outputs.started[row])
                 self._check_prompt_logprobs(parent, outputs.prompt_logprobs.get(row))
                 row_tokens, columns = _without_duplicates(state, offset, token_ids, outputs.logprobs.get(row))
                 self._process_row(state, parent, row_tokens, columns, finished.get(row), aborts)
@@ -123,6 +127,11 @@ class OutputProcessor:
         aborts: Aborts,
     ) -> None:
         has_news = state.add(token_ids, columns, finished)
+        if has_news and state.finish_reason is None:
+            parent.mark(state, len(token_ids))
+            if parent.num_behind > self._max_tokens_behind:
+                self._cut_off(parent, aborts)
+            return
         ended_here = state.is_finished and (finished is None or state.finish_reason is not finished.reason)
         error = None if finished is None or ended_here else _error_of(finished)
         if state.is_finished:
@@ -136,11 +145,14 @@ class OutputProcessor:
             return
         parent.mark(state, len(token_ids))
         if parent.num_behind > self._max_tokens_behind and not parent.is_finished:
-            error = ResourceExhaustedError(
-                f"the caller is {parent.num_behind} tokens behind, more than the limit of {self._max_tokens_behind}",
-                reason="SLOW_CONSUMER",
-            )
-            self._fail(parent, error, AbortReason.SLOW_CONSUMER, aborts)
+            self._cut_off(parent, aborts)
+
+    def _cut_off(self, parent: ParentRequest, aborts: Aborts) -> None:
+        error = ResourceExhaustedError(
+            f"the caller is {parent.num_behind} tokens behind, more than the limit of {self._max_tokens_behind}",
+            reason="SLOW_CONSUMER",
+        )
+        self._fail(parent, error, AbortReason.SLOW_CONSUMER, aborts)
 
     def _check_prompt_logprobs(self, parent: ParentRequest, found: tuple[int, LogprobColumns] | None) -> None:
         if found is not None and not parent.add_prompt_logprobs(*found):

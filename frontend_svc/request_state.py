@@ -65,7 +65,7 @@ class RequestState:
         self.num_received += len(token_ids)
         has_stop_token = finished is not None and finished.reason is FinishReason.STOP and len(token_ids) > 0
         text, num_kept = self._assembler.add(token_ids, has_stop_token=has_stop_token)
-        kept = token_ids[:num_kept]
+        kept = token_ids if num_kept == len(token_ids) else token_ids[:num_kept]
         self._add_logprobs(kept, logprobs)
         self._new_token_ids += kept
         self.num_tokens += num_kept

@@ -48,6 +48,9 @@ class TextAssembler:
         if self._detokenizer is None:
             self._num_tokens += len(token_ids)
             return "", len(token_ids)
+        if self._checker is None and not has_stop_token:
+            self._num_tokens += len(token_ids)
+            return "".join(map(self._detokenizer.decode, token_ids)), len(token_ids)
         num_silent = 1 if has_stop_token and not self._includes_stop else 0
         last = len(token_ids) - num_silent
         for i, token_id in enumerate(token_ids):

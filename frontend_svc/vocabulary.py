@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -36,6 +36,8 @@ class Vocabulary:
     special_token_ids: frozenset[int]
     has_leading_strip: bool = False
     """The decoder removes one space at the very start of a text."""
+    whole_texts: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
+    """Texts of tokens that are no part of a character, for detokenizers to fill in as they meet them."""
 
     def __len__(self) -> int:
         return len(self.pieces)
