@@ -7,10 +7,14 @@ depends on that row alone, so that what else is in the batch does not change a r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
+from kernels.compiled import compiled
+from kernels.kv_layout import block_size_of, num_kv_heads_of, read_keys, read_values, value_size_of
 
 QUERY_TILE = 256
 """Prefill queries per product: bounds the score matrix to heads x 256 x keys."""
@@ -36,8 +40,7 @@ def reference(
 ) -> torch.Tensor:
     """Attention of the last tokens of each row to all tokens of the row before them and themselves.
 
-    query [num_tokens, num_heads, head_size]; caches [num_blocks, block_size, num_kv_heads, head_size] of any float
-    type; query_start_loc [num_rows + 1] int32; seq_lens [num_rows] int32, keys of each row, the new ones included;
+    query [num_tokens, num_heads, head_size]; caches of any float type as `kv_layout` says; query_start_loc [num_rows + 1] int32; seq_lens [num_rows] int32, keys of each row, the new ones included;
     block_tables [num_rows, max_num_blocks] int32. Query head h reads KV head h // (num_heads // num_kv_heads).
     A key is seen where 0 <= query position - key position < sliding_window (None: no bound). Scores are scaled, then
     capped to softcap * tanh(score / softcap), then alibi_slopes[h] * (key position - query position) is added; sinks
@@ -45,8 +48,9 @@ def reference(
     A query that sees no key and has no sink gives zeros. Returns out, [num_tokens, num_heads, value head size] in
     query's type; what lies outside the rows is left as it is.
     """
-    num_heads, block_size = query.shape[1], key_cache.shape[1]
-    group_size = num_heads // key_cache.shape[2]
+    num_heads, head_size = query.shape[1:]
+    block_size = block_size_of(key_cache)
+    group_size = num_heads // num_kv_heads_of(key_cache)
     out = _output(query, value_cache) if out is None else out
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     for row, seq_len in enumerate(lengths):
@@ -54,22 +58,24 @@ def reference(
         for i in range(query_len):
             position = seq_len - query_len + i
             first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
-            places = [(int(block_tables[row, p // block_size]), p % block_size) for p in range(first, position + 1)]
+            seen = range(first, position + 1)
+            slots = torch.tensor([int(block_tables[row, p // block_size]) * block_size + p % block_size for p in seen])
+            keys = read_keys(key_cache, slots.long(), head_size).float()
+            all_values = read_values(value_cache, slots.long(), block_size).float()
             for head in range(num_heads):
                 logits, values = [], []
-                for p, (block, offset) in enumerate(places, start=first):
-                    key = key_cache[block, offset, head // group_size].float()
-                    logit = float(query[starts[row] + i, head].float() @ key) * scale
+                for p, key, value in zip(seen, keys, all_values, strict=True):
+                    logit = float(query[starts[row] + i, head].float() @ key[head // group_size]) * scale
                     if softcap is not None:
                         logit = softcap * math.tanh(logit / softcap)
                     if alibi_slopes is not None:
                         logit += float(alibi_slopes[head]) * (p - position)
                     logits.append(logit)
-                    values.append(value_cache[block, offset, head // group_size].float())
+                    values.append(value[head // group_size])
                 sink = -math.inf if sinks is None else float(sinks[head])
                 highest = max([*logits, sink])
                 total = sum(math.exp(x - highest) for x in [*logits, sink]) if highest > -math.inf else 1.0
-                result = torch.zeros(value_cache.shape[3])
+                result = torch.zeros(value_size_of(value_cache))
                 for logit, value in zip(logits, values, strict=True):
                     result += math.exp(logit - highest) / total * value
                 out[starts[row] + i, head] = result.to(out.dtype)
@@ -93,9 +99,9 @@ def torch_paged_attention(
 ) -> torch.Tensor:
     """See `reference`. Decodes of similar length share one product; a prefill chunk has its own, in query tiles."""
     out = _output(query, value_cache) if out is None else out
-    scores = _Scores(scale, sliding_window, softcap, sinks, alibi_slopes, key_cache.shape[2])
+    scores = _Scores(scale, sliding_window, softcap, sinks, alibi_slopes, num_kv_heads_of(key_cache))
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
-    block_size = key_cache.shape[1]
+    block_size = block_size_of(key_cache)
     decodes: dict[int, list[int]] = {}
     for row, seq_len in enumerate(lengths):
         query_len = starts[row + 1] - starts[row]
@@ -110,25 +116,59 @@ def torch_paged_attention(
             num_keys = max(1, -(-end // block_size)) * block_size - begin
             tokens = slice(starts[row] + first, starts[row] + last)
             positions = torch.arange(end - (last - first), end, device=query.device).unsqueeze(0)
-            pairs = scores.pairs(block_tables[row : row + 1], positions, begin, num_keys, block_size)
-            out[tokens] = scores.attend(
-                query[tokens].unsqueeze(0), _gather(key_cache, pairs), _gather(value_cache, pairs), positions, begin
-            )[0]
+            slots = scores.slots(block_tables[row : row + 1], positions, begin, num_keys, block_size)
+            keys_and_values = _gather(key_cache, value_cache, slots, query.shape[2])
+            out[tokens] = scores.attend(query[tokens].unsqueeze(0), *keys_and_values, positions, begin)[0]
     for num_blocks, rows in decodes.items():
         picked = torch.tensor(rows, device=query.device)
         tokens_at = query_start_loc.index_select(0, picked).long()
         positions = seq_lens.index_select(0, picked).long().unsqueeze(1) - 1
         num_keys = min(num_blocks, block_tables.shape[1]) * block_size
-        pairs = scores.pairs(block_tables.index_select(0, picked), positions, 0, num_keys, block_size)
+        slots = scores.slots(block_tables.index_select(0, picked), positions, 0, num_keys, block_size)
         decoded = query.index_select(0, tokens_at).unsqueeze(1)
-        out[tokens_at] = scores.attend(decoded, _gather(key_cache, pairs), _gather(value_cache, pairs), positions, 0)[
-            :, 0
-        ]
+        keys_and_values = _gather(key_cache, value_cache, slots, query.shape[2])
+        out[tokens_at] = scores.attend(decoded, *keys_and_values, positions, 0)[:, 0]
     return out
 
 
+def cpu_paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `reference`. A row's output depends on nothing but its query and keys, bit by bit; see kernels/cpu."""
+    module = compiled("attention")
+    attend: Callable[..., torch.Tensor] = torch_paged_attention
+    if module is not None and module.can_attend(query, key_cache, value_cache):
+        attend = module.paged_attention
+    return attend(
+        query,
+        key_cache,
+        value_cache,
+        query_start_loc,
+        seq_lens,
+        block_tables,
+        scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        out=out,
+    )
+
+
 def _output(query: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(*query.shape[:2], value_cache.shape[3], dtype=query.dtype, device=query.device)
+    return torch.zeros(*query.shape[:2], value_size_of(value_cache), dtype=query.dtype, device=query.device)
 
 
 def _padded_blocks(seq_len: int, block_size: int) -> int:
@@ -138,10 +178,13 @@ def _padded_blocks(seq_len: int, block_size: int) -> int:
     return -(-blocks // step) * step
 
 
-def _gather(cache: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """Keys or values [rows, num_kv_heads, keys, head_size] in float32, one copy. See `_Scores.pairs`."""
-    gathered = cache.view(-1, cache.shape[3]).index_select(0, pairs.flatten())
-    return gathered.float().view(*pairs.shape, cache.shape[3])
+def _gather(
+    key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor, head_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [rows, num_kv_heads, keys, size] in float32 of slots [rows, keys]."""
+    keys = read_keys(key_cache, slots, head_size)
+    values = read_values(value_cache, slots, block_size_of(key_cache))
+    return keys.transpose(1, 2).float().contiguous(), values.transpose(1, 2).float().contiguous()
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -173,23 +216,20 @@ class _Scores:
     alibi_slopes: torch.Tensor | None
     num_kv_heads: int
 
-    def pairs(
+    def slots(
         self, block_tables: torch.Tensor, query_positions: torch.Tensor, first_key: int, num_keys: int, block_size: int
     ) -> torch.Tensor:
-        """Where the keys lie: [rows, num_kv_heads, num_keys] int64, slot * num_kv_heads + head.
+        """Where the keys lie: [rows, num_keys] int64.
 
-        The heads of a slot lie beside each other in the cache; picking pairs puts each head's keys in one run. A key
-        that no query of its row sees is replaced by one that some query sees: an unused slot may hold NaN, and 0 * NaN
-        is NaN.
+        A key that no query of its row sees is replaced by one that some query sees: an unused slot may hold NaN, and
+        0 * NaN is NaN.
         """
         keys = torch.arange(first_key, first_key + num_keys, device=block_tables.device)
         last = query_positions[:, -1:].clamp(min=0)
         keys = torch.minimum(keys, last)
         if self.sliding_window is not None:
             keys = torch.maximum(keys, torch.minimum(query_positions[:, :1] - self.sliding_window + 1, last))
-        slots = block_tables.gather(1, keys // block_size).long() * block_size + keys % block_size
-        heads = torch.arange(self.num_kv_heads, device=block_tables.device).view(1, -1, 1)
-        return slots.unsqueeze(1) * self.num_kv_heads + heads
+        return block_tables.gather(1, keys // block_size).long() * block_size + keys % block_size
 
     def attend(
         self,

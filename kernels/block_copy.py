@@ -10,7 +10,7 @@ def reference(
 ) -> None:
     """Copies block source_block_ids[i] to dest_block_ids[i], in order, in both caches.
 
-    Caches [num_blocks, block_size, num_kv_heads, head_size], ids [num_copies] of any integer type. Sources are read
+    Caches [num_blocks, ...], ids [num_copies] of any integer type. Sources are read
     as they are before the call; no destination may come twice.
     """
     for cache in (key_cache, value_cache):

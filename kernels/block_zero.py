@@ -8,7 +8,7 @@ import torch
 def reference(key_cache: torch.Tensor, value_cache: torch.Tensor, block_ids: torch.Tensor) -> None:
     """Sets the blocks of both caches to zero.
 
-    Caches [num_blocks, block_size, num_kv_heads, head_size], block_ids [num_ids] of any integer type.
+    Caches [num_blocks, ...], block_ids [num_ids] of any integer type.
     """
     for block_id in block_ids.tolist():
         key_cache[block_id] = 0

@@ -7,7 +7,9 @@ from typing import Any
 from kernels import activation, attention, block_copy, block_zero, kv_write, logprobs, matrix, norm, rotary, sampling
 from kernels.dispatch import Operation
 
-paged_attention = Operation(attention.reference, cpu=attention.torch_paged_attention)
+paged_attention = Operation(
+    attention.reference, cpu=attention.cpu_paged_attention, cuda=attention.torch_paged_attention
+)
 write_kv = Operation(kv_write.reference, cpu=kv_write.torch_write_kv)
 rms_norm = Operation(norm.reference, cpu=norm.torch_rms_norm)
 rotary_embedding = Operation(rotary.reference, cpu=rotary.torch_rotary_embedding)
@@ -20,9 +22,7 @@ copy_blocks = Operation(block_copy.reference, cpu=block_copy.torch_copy_blocks)
 zero_blocks = Operation(block_zero.reference, cpu=block_zero.torch_zero_blocks)
 argmax = Operation(sampling.reference_argmax, cpu=sampling.cpu_argmax, cuda=sampling.torch_argmax)
 sample = Operation(sampling.reference, cpu=sampling.cpu_sample, cuda=sampling.torch_sample)
-gather_logprobs = Operation(
-    logprobs.reference, cpu=logprobs.cpu_gather_logprobs, cuda=logprobs.torch_gather_logprobs
-)
+gather_logprobs = Operation(logprobs.reference, cpu=logprobs.cpu_gather_logprobs, cuda=logprobs.torch_gather_logprobs)
 
 OPERATIONS: dict[str, Operation[..., Any]] = {
     name: value for name, value in list(globals().items()) if isinstance(value, Operation)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kernels.kv_layout import cache_shapes
 from pagewire.errors import InvalidArgumentError, ResourceExhaustedError, UnimplementedError, violation
 from worker_svc.memory import available_bytes, default_kv_budget_bytes
 from worker_svc.models.interface import KvCaches, KvCacheSpec
@@ -47,6 +49,12 @@ class KvPool:
         return self.num_blocks * self.bytes_per_block
 
 
+def _shapes(
+    spec: KvCacheSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return cache_shapes(num_blocks, block_size, spec.num_kv_heads, spec.head_size, dtype=dtype, device=device)
+
+
 def allocate_pool(
     specs: list[KvCacheSpec],
     *,
@@ -64,8 +72,10 @@ def allocate_pool(
     """
     if dtype not in DTYPES:
         raise UnimplementedError(f"kv_cache_dtype {dtype!r} is not served by this build: {', '.join(DTYPES)} are")
-    elements = sum(2 * block_size * spec.num_kv_heads * spec.head_size for spec in specs)
-    bytes_per_block = elements * DTYPES[dtype].itemsize
+    element_type = DTYPES[dtype]
+    bytes_per_block = element_type.itemsize * sum(
+        math.prod(shape) for spec in specs for shape in _shapes(spec, 1, block_size, element_type, device)
+    )
     if num_blocks == 0:
         budget = memory_bytes or default_kv_budget_bytes(device)
         num_blocks = min(budget // bytes_per_block, most_blocks)
@@ -83,14 +93,12 @@ def allocate_pool(
         )
     caches = CountingKvCaches()
     for spec in specs:
-        shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_size)
         # Zeros, not empty memory: a masked position is multiplied by 0, and 0 * NaN would be NaN.
-        caches.append(
-            (
-                torch.zeros(shape, dtype=DTYPES[dtype], device=device),
-                torch.zeros(shape, dtype=DTYPES[dtype], device=device),
-            )
+        key_shape, value_shape = _shapes(spec, num_blocks, block_size, element_type, device)
+        key_cache, value_cache = (
+            torch.zeros(shape, dtype=element_type, device=device) for shape in (key_shape, value_shape)
         )
+        caches.append((key_cache, value_cache))
     pool = KvPool(caches, num_blocks, block_size, bytes_per_block, dtype)
     logger.info(
         "KV pool: %d blocks of %d tokens (%d tokens besides the null block), %.1f MiB in %s on %s",

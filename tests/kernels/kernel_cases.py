@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kernels.kv_layout import cache_shapes, write_keys, write_values
 from kernels.matrix import column_major
 from kernels.sampling import Draws
 
@@ -55,14 +56,25 @@ def paged(
     order = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
     tables = torch.zeros(len(rows), max([*widths, 1]) + 1, dtype=torch.int32)
     sizes = (head_size, value_size or head_size)
-    caches = [torch.full((num_blocks, block_size, num_kv_heads, size), torch.nan, dtype=dtype) for size in sizes]
+    shapes = cache_shapes(
+        num_blocks,
+        block_size,
+        num_kv_heads,
+        head_size,
+        value_size=value_size,
+        dtype=dtype,
+        device=torch.device("cpu"),
+    )
+    caches = [torch.full(shape, torch.nan, dtype=dtype) for shape in shapes]
     for row, (_, seq_len) in enumerate(rows):
         for i in range(widths[row]):
             block = order.pop()
             tables[row, i] = block
             used = min(block_size, seq_len - i * block_size)
-            for cache, size in zip(caches, sizes, strict=True):
-                cache[block, :used] = randn(generator, used, num_kv_heads, size, dtype=dtype)
+            slots = block * block_size + torch.arange(used)
+            keys, values = (randn(generator, used, num_kv_heads, size, dtype=dtype) for size in sizes)
+            write_keys(caches[0], slots, keys)
+            write_values(caches[1], slots, values, block_size)
     starts = torch.tensor([0, *(query_len for query_len, _ in rows)]).cumsum(0).int()
     return Paged(caches[0], caches[1], starts, torch.tensor([s for _, s in rows]).int(), tables)
 
@@ -113,7 +125,8 @@ def attention_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[
 
 def write_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
     for num_tokens, cache_dtype in ((1, dtype), (13, dtype), (13, torch.float16), (0, dtype)):
-        caches = [torch.full((6, 5, 3, 7), torch.nan, dtype=cache_dtype) for _ in range(2)]
+        shapes = cache_shapes(6, 5, 3, 7, dtype=cache_dtype, device=torch.device("cpu"))
+        caches = [torch.full(shape, torch.nan, dtype=cache_dtype) for shape in shapes]
         slots = torch.randperm(30, generator=generator)[:num_tokens]
         slots[num_tokens // 2 : num_tokens // 2 + (num_tokens > 2)] = -1
         new = [randn(generator, num_tokens, 3, 7, dtype=dtype) for _ in range(2)]

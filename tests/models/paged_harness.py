@@ -6,6 +6,7 @@ import random
 
 import torch
 
+from kernels.kv_layout import cache_shapes
 from worker_svc.models.interface import ForwardBatch, KvCaches, Model
 
 BLOCK_SIZE = 4
@@ -13,13 +14,18 @@ BLOCK_SIZE = 4
 
 def make_caches(model: Model, num_blocks: int, block_size: int = BLOCK_SIZE) -> KvCaches:
     """Caches full of NaN: whatever is read without having been written shows."""
-    return [
-        (
-            torch.full((num_blocks, block_size, spec.num_kv_heads, spec.head_size), torch.nan, dtype=model.dtype),
-            torch.full((num_blocks, block_size, spec.num_kv_heads, spec.head_size), torch.nan, dtype=model.dtype),
+    caches = []
+    for spec in model.kv_cache_specs():
+        key_shape, value_shape = cache_shapes(
+            num_blocks, block_size, spec.num_kv_heads, spec.head_size, dtype=model.dtype, device=model.device
         )
-        for spec in model.kv_cache_specs()
-    ]
+        caches.append(
+            (
+                torch.full(key_shape, torch.nan, dtype=model.dtype),
+                torch.full(value_shape, torch.nan, dtype=model.dtype),
+            )
+        )
+    return caches
 
 
 def make_batch(

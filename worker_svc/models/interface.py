@@ -40,7 +40,7 @@ class KvCacheSpec:
 
 
 KvCaches = list[tuple[torch.Tensor, torch.Tensor]]
-"""Per layer: key and value cache, each [num_blocks, block_size, num_kv_heads, head_size]."""
+"""Per layer: key and value cache, as kernels.kv_layout says."""
 
 
 class Model(Protocol):

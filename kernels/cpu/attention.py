@@ -1,0 +1,193 @@
+"""paged_attention on a CPU: one call over a ragged batch, in every type of cache; see `attention_work` for its items."""
+
+from __future__ import annotations
+
+import struct
+import threading
+
+import torch
+
+from kernels.cpu import attention_work as work
+from kernels.cpu import jit
+from kernels.cpu.attention_blocks import (
+    scores_bfloat16,
+    scores_float16,
+    scores_float32,
+    scores_pairs,
+    values_bfloat16,
+    values_float16,
+    values_float32,
+    values_pairs,
+)
+from kernels.cpu.attention_items import MOST_HEAD_SIZE, make_attend
+from kernels.cpu.attention_rows import RESULT_EXTRA_BYTES
+from kernels.cpu.attention_tiles import scores_tiles, values_tiles
+from kernels.cpu.features import isa
+from kernels.cpu.lanes import KINDS
+from kernels.cpu.team import share, team
+from kernels.cpu.vectors import get_int64, put_int64, store_bfloat16, store_float32
+
+_MOST_FIRST_ITEMS = 1024
+_RESULTS_BYTES = 8 << 20
+"""Room for results that wait; what does not fit is not shared out."""
+
+
+_attend_float32 = make_attend(scores_float32, values_float32, store_float32, store_float32, 1, 16)
+_attend_bfloat16 = make_attend(scores_bfloat16, values_bfloat16, store_float32, store_float32, 2, 16)
+_attend_float16 = make_attend(scores_float16, values_float16, store_float32, store_float32, 2, 16)
+_attend_pairs = make_attend(scores_pairs, values_pairs, store_bfloat16, store_bfloat16, 2, 16)
+_attend_tiles = make_attend(scores_tiles, values_tiles, store_bfloat16, store_bfloat16, 2, 32)
+
+
+def _float32(args: int, chunk: int) -> None:
+    _attend_float32(args, chunk)
+
+
+def _bfloat16(args: int, chunk: int) -> None:
+    _attend_bfloat16(args, chunk)
+
+
+def _float16(args: int, chunk: int) -> None:
+    _attend_float16(args, chunk)
+
+
+def _pairs(args: int, chunk: int) -> None:
+    _attend_pairs(args, chunk)
+
+
+def _tiles(args: int, chunk: int) -> None:
+    _attend_tiles(args, chunk)
+
+
+_BY_KIND = tuple(jit.chunks(function) for function in (_float32, _bfloat16, _float16))
+_WITH_PAIRS, _WITH_TILES = jit.chunks(_pairs), jit.chunks(_tiles)
+
+
+@jit.inlined
+def _run(state: int, function: int, args: int) -> None:
+    num_first, num_last = work.plan(args)
+    if num_first > 0:
+        share(state, function, args, num_first)
+        put_int64(args + work.ITEMS, get_int64(args + work.ITEMS) + num_first * work.ITEM_BYTES)
+    share(state, function, args, num_last)
+
+
+class _Memory(threading.local):
+    """What a calling thread keeps from call to call."""
+
+    def __init__(self) -> None:
+        self.args = bytearray(struct.calcsize(work.ARGUMENTS))
+        self.args_at = torch.frombuffer(self.args, dtype=torch.uint8).data_ptr()
+        self.results = torch.empty(_RESULTS_BYTES, dtype=torch.uint8)
+        self.results_at = self.results.data_ptr()
+        self.room = 0
+        self.plan = torch.empty(0, dtype=torch.int64)
+
+    def plan_at(self, num_words: int) -> int:
+        """Address of so many words."""
+        if num_words > self.room:
+            self.room = 2 * num_words
+            self.plan = torch.empty(self.room, dtype=torch.int64)
+        return self.plan.data_ptr()
+
+
+_memory = _Memory()
+_pack = struct.Struct(work.ARGUMENTS).pack_into
+
+
+def can_attend(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
+    """Whether `paged_attention` serves these: caches of one type as on a CPU, heads up to MOST_HEAD_SIZE."""
+    return (
+        key_cache.dim() == 5
+        and key_cache.dtype is value_cache.dtype
+        and key_cache.dtype in KINDS
+        and query.dtype in KINDS
+        and max(query.shape[2], value_cache.shape[3]) <= MOST_HEAD_SIZE
+        and key_cache.is_contiguous()
+        and value_cache.is_contiguous()
+    )
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `kernels.attention.reference`; what `can_attend` allows."""
+    num_tokens, num_heads, head_size = query.shape
+    _, num_kv_heads, words, block_size, pack = key_cache.shape
+    value_lines, value_size = value_cache.shape[2:4]
+    dtype = query.dtype
+    if out is None:
+        out = query.new_empty(num_tokens, num_heads, value_size)
+    elif not out.is_contiguous():
+        out.copy_(
+            paged_attention(
+                query,
+                key_cache,
+                value_cache,
+                query_start_loc,
+                seq_lens,
+                block_tables,
+                scale,
+                sliding_window=sliding_window,
+                softcap=softcap,
+                sinks=sinks,
+                alibi_slopes=alibi_slopes,
+                out=out.contiguous(),
+            )
+        )
+        return out
+    token_stride, head_stride, stride = query.stride()
+    if stride != 1:
+        query = query.contiguous()
+        token_stride, head_stride, _ = query.stride()
+    width, groups = dtype.itemsize, num_heads // num_kv_heads
+    is_direct = block_size % 16 == 0 and value_size % 16 == 0 and head_size % pack == 0
+    function, is_direct = _function(dtype, key_cache.dtype, is_direct, head_size)
+    sinks = None if sinks is None else sinks.float().contiguous()
+    alibi_slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
+    num_rows = seq_lens.shape[0]
+    most_items = _MOST_FIRST_ITEMS + num_kv_heads * (num_rows + num_tokens * groups // work.MOST_ROWS + 1)
+    memory, item_words = _memory, most_items * work.ITEM_BYTES // 8
+    plan_at = memory.plan_at(item_words + 3 * num_rows)
+    members_at = plan_at + item_words * 8
+    result_bytes = -(-value_size // 16) * 64 + RESULT_EXTRA_BYTES
+    is_transformed = scale <= 0 or softcap is not None or sinks is not None or alibi_slopes is not None
+    the_team = team()
+    _pack(
+        memory.args, 0,
+        query.data_ptr(), token_stride * width, head_stride * width, KINDS[dtype],
+        key_cache.data_ptr(), num_kv_heads * words * block_size * 4, words * block_size * 4,
+        value_cache.data_ptr(), num_kv_heads * value_lines * value_size * 4, value_lines * value_size * 4,
+        block_size, head_size, value_size,
+        block_tables.data_ptr(), block_tables.stride(0) * 4, query_start_loc.data_ptr(), seq_lens.data_ptr(),
+        out.data_ptr(), num_heads * value_size * width, value_size * width,
+        groups, num_kv_heads, num_rows, sliding_window or 0,
+        0 if sinks is None else sinks.data_ptr(), 0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+        is_transformed,
+        plan_at, members_at, members_at + num_rows * 8,
+        memory.results_at, result_bytes, _RESULTS_BYTES // result_bytes, _MOST_FIRST_ITEMS,
+        the_team.size, is_direct, scale, softcap or 0.0,
+    )  # fmt: skip
+    _run(the_team.state, function, memory.args_at)
+    return out
+
+
+def _function(query_type: torch.dtype, cache_type: torch.dtype, is_direct: bool, head_size: int) -> tuple[int, bool]:
+    """The best compiled function for these types."""
+    if query_type is torch.bfloat16 and cache_type is torch.bfloat16 and (best := isa()) != "generic":
+        if best == "amx" and is_direct and head_size % 32 == 0:
+            return _WITH_TILES.address, True
+        return _WITH_PAIRS.address, is_direct
+    return _BY_KIND[KINDS[cache_type]].address, is_direct
