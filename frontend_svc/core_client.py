@@ -52,6 +52,8 @@ UTILITY_TIMEOUT_S = 300.0
 TOKENIZER_TIMEOUT_S = 60.0
 RECONNECT_S = 3.0
 RETRY_DELAY_S = (0.05, 1.0)
+MAX_HANDSHAKE_DELAY_S = 0.2
+"""A core that is not ready is asked this often: what it takes longer than needed, a user waits at the start."""
 NUM_SILENT_HEARTBEATS = 3
 RETRY_AFTER_S = 1.0
 ACKNOWLEDGE_EVERY = 32
@@ -135,7 +137,7 @@ class GrpcCoreClient:
                     ) from error
                 log.debug("core at %s: %s", self.target, error)
             await asyncio.sleep(delay)
-            delay = min(delay * 2, RETRY_DELAY_S[1])
+            delay = min(delay * 2, MAX_HANDSHAKE_DELAY_S)
 
     async def _fetch_tokenizer(self) -> None:
         assembler = TokenizerAssembler()

@@ -68,9 +68,7 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
             text_request = await self._service.off_loop(wire.text_request_from_chat, *arguments)
         await self._respond(text_request, pb.ChatResponse(), context)
 
-    async def _respond(
-        self, request: TextRequest, message: pb.GenerateResponse | pb.ChatResponse, context: Context
-    ) -> None:
+    async def _respond(self, request: TextRequest, message: wire.Response, context: Context) -> None:
         """Sends the outputs, each in the same message: gRPC has its bytes before the next one is filled in.
 
         With `context.write` and not as a generator, so that the outbox starts the writes of all calls in one go.

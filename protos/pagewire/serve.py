@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -11,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ _PASSED_ON = {
     "worker": ("model", "device", "kv_cache_memory", "num_threads", "log_level", "drain_s", "max_message_bytes"),
     "core": (
         "dtype",
+        "quantization",
         "max_model_len",
         "force_generic",
         "block_size",
@@ -59,6 +61,11 @@ class ServeSettings:
     port: int = setting(50051, help="the frontend's port; 0 takes a free one", low=0, high=65535)
     device: str = setting("cpu", help="where to compute: cpu, cuda or cuda:<index>")
     dtype: str = setting("", help="float32, bfloat16 or float16; empty: the worker's choice for model and device")
+    quantization: str = setting(
+        "",
+        help="int8: 8-bit weights and activations; gguf: run a GGUF file's own blocks; empty: weights of --dtype",
+        choices=("", "int8", "gguf"),
+    )
     max_model_len: int = setting(0, help="longest sequence in tokens; 0: the model's own limit", low=0)
     kv_cache_memory: int = setting(
         0, help="memory for the KV cache, such as 4GiB; 0: found out", low=0, metavar="BYTES", parse=parse_bytes
@@ -125,14 +132,30 @@ def check_address(host: str, port: int) -> None:
 
 
 async def start_all(group: Group, settings: ServeSettings, sources: Mapping[str, str]) -> list[Ready]:
-    """Starts worker, core and frontend, each when the one behind it is ready."""
+    """Starts worker and frontend at once, and the core when the worker is ready; the frontend waits for the core."""
     timeout_s = settings.startup_timeout_s
-    worker = await group.start("worker", ["--port=0", *arguments_for("worker", settings, sources)], timeout_s)
-    core_arguments = ["--port=0", f"--worker={worker.address}", *arguments_for("core", settings, sources)]
-    core = await group.start("core", core_arguments, timeout_s)
-    frontend_arguments = [f"--core={core.address}", *arguments_for("frontend", settings, sources)]
-    frontend = await group.start("frontend", frontend_arguments, timeout_s)
+    with reserved_port() as core_port:
+        worker_child = await group.launch("worker", ["--port=0", *arguments_for("worker", settings, sources)])
+        frontend_arguments = [f"--core=127.0.0.1:{core_port}", *arguments_for("frontend", settings, sources)]
+        frontend_child = await group.launch("frontend", frontend_arguments)
+        worker = await group.wait_ready(worker_child, timeout_s)
+        core_arguments = [f"--port={core_port}", f"--worker={worker.address}"]
+        core_child = await group.launch("core", [*core_arguments, *arguments_for("core", settings, sources)])
+        core = await group.wait_ready(core_child, timeout_s)
+    frontend = await group.wait_ready(frontend_child, timeout_s)
     return [frontend, core, worker]
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of the loopback interface that the system gives to nobody else meanwhile.
+
+    The socket that holds it does not listen, so that a server of ours, which sets SO_REUSEADDR too, can take it.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def _reachable(ready: Ready) -> str:

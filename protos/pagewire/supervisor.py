@@ -17,6 +17,10 @@ KILL_AFTER_S = 2.0
 """How long a process gets after SIGTERM where another one has died already."""
 
 
+DRAIN_ORDER = ("frontend", "core", "worker")
+"""Each is stopped before the one that it needs."""
+
+
 class Child:
     """One service process. It has its own session, so that Ctrl-C reaches the supervisor alone."""
 
@@ -100,21 +104,25 @@ class Child:
 
 
 class Group:
-    """The children in the order of their start."""
+    """The children."""
 
     def __init__(self) -> None:
         self.children: list[Child] = []
 
-    async def start(self, service: str, arguments: Sequence[str], timeout_s: float) -> Ready:
-        """Starts a service and waits until it is ready, or until any child ends (UnavailableError)."""
+    async def launch(self, service: str, arguments: Sequence[str]) -> Child:
+        """Starts a service and does not wait."""
         child = await Child.start(service, arguments)
         self.children.append(child)
+        return child
+
+    async def wait_ready(self, child: Child, timeout_s: float) -> Ready:
+        """Waits until a child is ready, or until any child ends (UnavailableError)."""
         ready = asyncio.ensure_future(child.wait_ready(timeout_s))
         death = asyncio.ensure_future(self.wait_for_death())
         try:
             await asyncio.wait((ready, death), return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
-                raise UnavailableError(f"{death.result().how_it_ended} while the {service} started")
+                raise UnavailableError(f"{death.result().how_it_ended} while the {child.service} started")
             return ready.result()
         finally:
             for task in (ready, death):
@@ -127,8 +135,9 @@ class Group:
         return next(child for child in self.children if child.exited.done())
 
     async def drain(self, grace_s: float) -> bool:
-        """Stops the children one by one, last started first; True if each ended well within `grace_s` seconds."""
-        results = [await child.stop(grace_s) for child in reversed(self.children)]
+        """Stops the children one by one, from the frontend on; True if each ended well within `grace_s` seconds."""
+        order = sorted(self.children, key=lambda child: DRAIN_ORDER.index(child.service))
+        results = [await child.stop(grace_s) for child in order]
         return all(results)
 
     async def kill(self, grace_s: float = KILL_AFTER_S) -> None:
