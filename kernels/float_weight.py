@@ -51,26 +51,32 @@ class FloatWeight(PackedWeight):
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """See PackedWeight."""
-        if x.dtype != self.dtype or x.shape[-1] != self.in_features:
+        if x.dtype != self.dtype or x.shape[1] != self.in_features:
             raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, the weight is {self.dtype} {tuple(self.shape)}")
         if self._padded_k != self.in_features:
             x = F.pad(x, (0, self._padded_k - self.in_features))
-        elif x.stride(1) != 1:
+        elif not x.is_contiguous():
             x = x.contiguous()
         if bias is not None and self._num_columns % PANEL:
             bias = F.pad(bias, (0, PANEL))  # read by whole vectors
         num_rows = x.shape[0]
-        out = torch.empty(num_rows, self._num_columns, dtype=out_dtype or self.dtype)
+        out = torch.empty((num_rows, self._num_columns), dtype=out_dtype or self.dtype)
         if num_rows:
-            self._product.multiply(x, bias, out)
+            self._product.multiply(x, bias, out, num_rows, out_dtype is torch.float32)
         return out
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """See PackedWeight."""
+        """See PackedWeight. Raises IndexError for an id outside the matrix."""
         if self.is_gated:
             return self.unpacked()[ids]
-        found = self._panels[ids // PANEL, :, ids % PANEL]
-        return found.reshape(len(ids), self._padded_k)[:, : self.in_features]
+        num_ids = len(ids)
+        out = torch.empty((num_ids, self._padded_k), dtype=self.dtype)
+        if num_ids:
+            low, high = torch.aminmax(ids)
+            if low < 0 or high >= self.shape[0]:
+                raise IndexError(f"ids lie in [{int(low)}, {int(high)}], the matrix has {self.shape[0]} rows")
+            self._product.gather(ids.to(torch.int64).contiguous(), out)
+        return out if self._padded_k == self.in_features else out[:, : self.in_features].contiguous()
 
     def unpacked(self) -> torch.Tensor:
         """See PackedWeight."""
@@ -80,6 +86,11 @@ class FloatWeight(PackedWeight):
             return panels.reshape(-1, self.in_features)[: self.shape[0]].clone()
         gate, up = (panels[:, i * half : (i + 1) * half].reshape(-1, self.in_features) for i in range(2))
         return torch.cat([gate[: self._num_columns], up[: self._num_columns]])
+
+    def __deepcopy__(self, memo: dict[int, object]) -> FloatWeight:
+        copied = FloatWeight(self.part_sizes, self.in_features, self.dtype, self.is_gated)
+        copied._storage.copy_(self._storage)
+        return copied
 
     @property
     def nbytes(self) -> int:

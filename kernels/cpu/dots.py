@@ -28,6 +28,7 @@ from kernels.cpu.vectors import (
     call,
     constant,
     pointer,
+    prefetch_line,
 )
 
 IS_WIDE = "avx512f" in cpu_flags()
@@ -160,9 +161,7 @@ def _emit(builder: Any, element: _Element, num_rows: int, columns: range, args: 
             place = builder.add(step, ir.Constant(I64, 64 * j))
             weights.append(element.load_weights(builder, place))
             if num_rows <= 4:  # the weights may come from memory
-                line = builder.inttoptr(builder.add(place, ahead), ir.PointerType(ir.IntType(8)))
-                flags = [ir.Constant(I32, flag) for flag in (0, 3, 1)]
-                call(builder, "llvm.prefetch.p0", ir.VoidType(), line, *flags)
+                prefetch_line(builder, builder.add(place, ahead))
         for row, parts in zip(rows, totals, strict=True):
             value = element.load_row(builder, builder.add(row, offset))
             for total, part in zip(parts, weights, strict=True):

@@ -34,15 +34,18 @@ from kernels.cpu.vectors import (
 AHEAD_BYTES = 4096
 """How far ahead of a small product's reading the weights are asked for."""
 
-PANELS_BYTES_PER_CHUNK = 128 << 10
+TILE_STEP_BYTES = 2048
+"""Weights of one step of tiles: how far ahead they are asked for where they lie in the second-level cache already."""
+PANEL_BYTES_PER_CHUNK = 128 << 10
 ROWS_PER_CHUNK = 512
 CHUNKS_PER_THREAD = 8
 
 _ROWS_SCRATCH, _TILES_SCRATCH = 128 * MAX_ROWS, 128 * 32
 
-# The arguments, words of a block. First what a weight says, then what a call says.
-WEIGHT, PANEL_BYTES, NUM_PANELS, STEPS, COLUMNS, IS_GATED, ELEMENT = range(7)
-_X, _X_STRIDE, _ROWS, _BIAS, _OUT, _OUT_STRIDE, _OUT_TYPE, _PANELS, _PANEL_CHUNKS = range(7, 16)
+# The arguments, words of a block. First what a weight says (its own block goes on with how to run), then a call.
+WEIGHT, PANEL_BYTES, NUM_PANELS, STEPS, COLUMNS, IS_GATED, ELEMENT, _OUT_TYPE, _X_STRIDE = range(9)
+_FUNCTION, _TEAM, _THREADS = range(9, 12)
+_X, _ROWS, _BIAS, _OUT, _OUT_STRIDE, _PANELS, _PANEL_CHUNKS = range(9, 16)
 
 
 @jit.inlined
@@ -180,14 +183,14 @@ def tile_chunk(args, chunk):  # type: ignore[no-untyped-def]
         configure(16, 16)
         for p in range(panel, last_panel):
             for row in range(first_row, whole, 32):
-                ahead = AHEAD_BYTES if row == first_row else 0
+                ahead = AHEAD_BYTES if row == first_row else TILE_STEP_BYTES
                 bfloat16_tiles_2(x + row * stride, stride, weight + p * panel_bytes, steps, ahead, scratch)
                 _finish(scratch, row, 32, p, args)
     left = last_row - whole
     if left > 0:
         configure(min(left, 16), max(left - 16, 0))
         for p in range(panel, last_panel):
-            ahead = AHEAD_BYTES if whole == first_row else 0
+            ahead = AHEAD_BYTES if whole == first_row else TILE_STEP_BYTES
             if left > 16:
                 bfloat16_tiles_2(x + whole * stride, stride, weight + p * panel_bytes, steps, ahead, scratch)
             else:
@@ -197,22 +200,24 @@ def tile_chunk(args, chunk):  # type: ignore[no-untyped-def]
 
 
 @jit.inlined
-def multiply(state, function, weight, x, x_stride, num_rows, bias, out, out_stride, out_type, num_threads):  # type: ignore[no-untyped-def]
-    """The whole product. weight: address of the seven words that describe it; strides in bytes."""
-    args = stack(8 * 16)
-    for i in range(7):
+def multiply(weight, x, num_rows, bias, out, is_float32):  # type: ignore[no-untyped-def]
+    """The whole product. weight: address of the twelve words that describe it; x and out are contiguous."""
+    args = stack(128)
+    for i in range(9):
         put_int64(args + 8 * i, get_int64(weight + 8 * i))
     panels, panel_bytes = _argument(weight, NUM_PANELS), _argument(weight, PANEL_BYTES)
-    even = panels // (CHUNKS_PER_THREAD * num_threads)
-    per_chunk = max(1, min(PANELS_BYTES_PER_CHUNK // panel_bytes, even))
+    even = panels // (CHUNKS_PER_THREAD * _argument(weight, _THREADS))
+    per_chunk = max(1, min(PANEL_BYTES_PER_CHUNK // panel_bytes, even))
     panel_chunks = -(-panels // per_chunk)
+    if is_float32:
+        put_int64(args + 8 * _OUT_TYPE, FLOAT32)
+    width = 4 if _argument(args, _OUT_TYPE) == FLOAT32 else 2
     put_int64(args + 8 * _X, x)
-    put_int64(args + 8 * _X_STRIDE, x_stride)
     put_int64(args + 8 * _ROWS, num_rows)
     put_int64(args + 8 * _BIAS, bias)
     put_int64(args + 8 * _OUT, out)
-    put_int64(args + 8 * _OUT_STRIDE, out_stride)
-    put_int64(args + 8 * _OUT_TYPE, out_type)
+    put_int64(args + 8 * _OUT_STRIDE, width * _argument(args, COLUMNS))
     put_int64(args + 8 * _PANELS, per_chunk)
     put_int64(args + 8 * _PANEL_CHUNKS, panel_chunks)
-    share(state, function, args, panel_chunks * -(-num_rows // ROWS_PER_CHUNK))
+    num_chunks = panel_chunks * -(-num_rows // ROWS_PER_CHUNK)
+    share(_argument(weight, _TEAM), _argument(weight, _FUNCTION), args, num_chunks)

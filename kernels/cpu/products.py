@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu import features, product
+from kernels.cpu import features, product, rows
 from kernels.cpu.dots import BFLOAT16, FLOAT16, FLOAT32, PAIRS
 from kernels.cpu.team import team
 
@@ -29,23 +29,37 @@ class Product:
             element = PAIRS
             chunk = product.tile_chunk if features.isa() == "amx" else chunk
         steps = padded_k // (1 if dtype == torch.float32 else 2)
+        self._team, self._address, self._panel_bytes = team(), address, panel_bytes
         words = [address, panel_bytes, num_panels, steps, num_columns, int(is_gated), element]
+        words += [_ELEMENTS[dtype], padded_k * dtype.itemsize, chunk.address, self._team.state, self._team.size]
         self._words = torch.tensor(words, dtype=torch.int64)
-        self._weight, self._function, self._team = self._words.data_ptr(), chunk.address, team()
+        self._weight = self._words.data_ptr()
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """Fills out [num_rows, num_columns]; x [num_rows, padded k] with k in one run, at least one row."""
-        team = self._team
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, num_rows: int, is_float32: bool
+    ) -> None:
+        """Fills out [num_rows, num_columns], of the weight's type or float32; x [num_rows, padded k]; both contiguous.
+
+        At least one row.
+        """
         product.multiply(
-            team.state,
-            self._function,
             self._weight,
             x.data_ptr(),
-            x.stride(0) * x.element_size(),
-            x.shape[0],
+            num_rows,
             0 if bias is None else bias.data_ptr(),
             out.data_ptr(),
-            out.stride(0) * out.element_size(),
-            _ELEMENTS[out.dtype],
-            team.size,
+            is_float32,
         )
+
+    def gather(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Fills out [n, padded k] with the weight's rows ids [n] int64; n is at least 1."""
+        words = out.shape[1] * out.element_size() // 4
+        rows.gather(self._team.state, ids.data_ptr(), len(ids), self._address, self._panel_bytes, words, out.data_ptr())
+
+
+def warm_up(dtype: torch.dtype) -> None:
+    """Compiles what a weight of a type needs."""
+    from kernels.float_weight import FloatWeight
+
+    weight = FloatWeight([32], 32, dtype)
+    weight.multiply(weight.rows(torch.zeros(1, dtype=torch.int64)))

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu.vectors import I64
+from kernels.cpu.vectors import I64, prefetch_line
 
 _I8 = ir.IntType(8)
 _BYTES = ir.PointerType(_I8)
@@ -91,15 +91,6 @@ def _bfloat16_tiles(num_row_tiles: int) -> Any:
             with cgutils.for_range(builder, num_steps) as loop:
                 x_offset = builder.shl(loop.index, ir.Constant(I64, 6))
                 step = builder.add(panel, builder.shl(loop.index, ir.Constant(I64, 11)))
-                if num_row_tiles == 1:  # the weights come from memory
-                    for line in range(32):
-                        place = _address(builder, step, ahead, 64 * line)
-                        flags = [ir.Constant(ir.IntType(32), flag) for flag in (0, 3, 1)]
-                        function_type = ir.FunctionType(ir.VoidType(), [_BYTES] + [flag.type for flag in flags])
-                        builder.call(
-                            cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0"),
-                            [place, *flags],
-                        )
                 for i in row_tiles:
                     row = (x, second_x)[i]
                     _call(builder, "tileloadd64", _tile(_A[i]), _address(builder, row, x_offset), x_stride)
@@ -107,6 +98,10 @@ def _bfloat16_tiles(num_row_tiles: int) -> Any:
                     # A row of B is the pair of k of 16 columns; the panel's other half lies between.
                     row_bytes = ir.Constant(I64, 128)
                     _call(builder, "tileloadd64", _tile(_B[j]), _address(builder, step, 64 * j), row_bytes)
+                    for line in range(16):
+                        prefetch_line(
+                            builder, builder.add(step, builder.add(ahead, ir.Constant(I64, 64 * (16 * j + line))))
+                        )
                     for i in row_tiles:
                         _call(builder, "tdpbf16ps", _tile(2 * i + j), _tile(_A[i]), _tile(_B[j]))
             for i in row_tiles:

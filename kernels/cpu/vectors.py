@@ -248,14 +248,18 @@ def exp(typing_context: Any, x: Any) -> Any:
     return float32x16(float32x16), codegen
 
 
+def prefetch_line(builder: Any, address: Any) -> None:
+    """Asks for the cache line at an address."""
+    place = builder.inttoptr(address, ir.PointerType(ir.IntType(8)))
+    call(builder, "llvm.prefetch.p0", ir.VoidType(), place, *(ir.Constant(I32, flag) for flag in (0, 3, 1)))
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(typing_context: Any, address: Any) -> Any:
     """Asks for the cache line at an address; a hint, any address is allowed."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        place = builder.inttoptr(args[0], ir.PointerType(ir.IntType(8)))
-        flags = [ir.Constant(I32, flag) for flag in (0, 3, 1)]
-        call(builder, "llvm.prefetch.p0", ir.VoidType(), place, *flags)
+        prefetch_line(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
