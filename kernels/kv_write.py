@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.compiled import compiled
 from kernels.kv_layout import block_size_of, write_keys, write_values
 
 
@@ -39,3 +40,18 @@ def torch_write_kv(
         key, value, slot_mapping = key[is_kept], value[is_kept], slot_mapping[is_kept]
     write_keys(key_cache, slot_mapping, key)
     write_values(value_cache, slot_mapping, value, block_size_of(key_cache))
+
+
+def cpu_write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """See `reference`."""
+    module = compiled("rotary")
+    write = torch_write_kv
+    if module is not None and module.can_write(key, key_cache, value_cache):
+        write = module.write_kv
+    write(key, value, key_cache, value_cache, slot_mapping)

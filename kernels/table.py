@@ -4,15 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels import activation, attention, block_copy, block_zero, kv_write, logprobs, matrix, norm, rotary, sampling
+from kernels import (
+    activation,
+    attention,
+    block_copy,
+    block_zero,
+    kv_write,
+    logprobs,
+    matrix,
+    norm,
+    rotary_write,
+    sampling,
+)
 from kernels.dispatch import Operation
 
 paged_attention = Operation(
     attention.reference, cpu=attention.cpu_paged_attention, cuda=attention.torch_paged_attention
 )
-write_kv = Operation(kv_write.reference, cpu=kv_write.torch_write_kv)
-rms_norm = Operation(norm.reference, cpu=norm.torch_rms_norm)
-rotary_embedding = Operation(rotary.reference, cpu=rotary.torch_rotary_embedding)
+write_kv = Operation(kv_write.reference, cpu=kv_write.cpu_write_kv, cuda=kv_write.torch_write_kv)
+rms_norm = Operation(norm.reference, cpu=norm.cpu_rms_norm, cuda=norm.torch_rms_norm)
+rotate_and_write_kv = Operation(
+    rotary_write.reference, cpu=rotary_write.cpu_rotate_and_write_kv, cuda=rotary_write.torch_rotate_and_write_kv
+)
 linear = Operation(matrix.reference, cpu=matrix.cpu_linear)
 gated_linear = Operation(matrix.reference_gated, cpu=matrix.cpu_gated_linear)
 logits = Operation(matrix.reference_logits, cpu=matrix.cpu_logits)

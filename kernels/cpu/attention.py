@@ -1,4 +1,4 @@
-"""paged_attention on a CPU: one call over a ragged batch, in every type of cache; see `attention_work` for its items."""
+"""paged_attention on a CPU: one call over a ragged batch, for every type of cache; `attention_work` cuts it up."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kernels.cpu.attention_items import MOST_HEAD_SIZE, make_attend
 from kernels.cpu.attention_rows import RESULT_EXTRA_BYTES
 from kernels.cpu.attention_tiles import scores_tiles, values_tiles
 from kernels.cpu.features import isa
-from kernels.cpu.lanes import KINDS
+from kernels.cpu.lanes import KINDS, store_bfloat16
 from kernels.cpu.team import share, team
-from kernels.cpu.vectors import get_int64, put_int64, store_bfloat16, store_float32
+from kernels.cpu.vectors import get_int64, put_int64, store_float32
 
 _MOST_FIRST_ITEMS = 1024
 _RESULTS_BYTES = 8 << 20

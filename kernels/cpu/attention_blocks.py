@@ -110,8 +110,8 @@ class _Sums:
         words = [element.load(builder, address) for address in words_at]
         for address, totals in zip(rows, self._totals, strict=True):
             row = element.load_row(builder, address)
-            for total, part in zip(totals, words, strict=True):
-                builder.store(element.accumulate(builder, builder.load(total), row, part), total)
+            for total, vector in zip(totals, words, strict=True):
+                builder.store(element.accumulate(builder, builder.load(total), row, vector), total)
 
     def store(self, out: Any, stride: Any) -> None:
         builder = self._builder

@@ -1,8 +1,8 @@
 """What attention does with a row between its products: weights of a tile, joining tiles, the output.
 
-A result of a row is value_bytes of float32 (the weighted sum), 16 sums of weights, and the highest score; it stands for
-some keys. Joining results in the order of their keys is the only way that tiles meet, so a row has the same bits however
-its tiles were shared out.
+A result of a row is its weighted sum (float32), 16 sums of weights, and the highest score; it stands for some keys.
+Joining results in the order of their keys is the only way that tiles meet, so a row has the same bits however its tiles
+were shared out.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def make_weigh(store_weights: Any) -> Any:
 
     @part
     def weigh(scores, groups, first, low, high, factor, result, weight_bytes):  # type: ignore[no-untyped-def]
-        """Scores of one row to weights 2 ** ((score - highest) * factor), in place; their sums and highest to the result.
+        """Scores of one row to weights 2 ** ((score - highest) * factor), in place; the rest of the row's result.
 
         first: the position of the first key; keys outside low..high get no weight. weight_bytes: of 16 weights.
         """

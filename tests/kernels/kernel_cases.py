@@ -137,15 +137,24 @@ def norm_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]
     for shape in ((1, 64), (5, 63), (4, 3, 20)):
         x, weight = randn(generator, *shape, dtype=dtype), randn(generator, shape[-1], dtype=dtype)
         yield Call([x, weight, 1e-5])
-        yield Call([x, weight, 1e-5, randn(generator, *shape, dtype=dtype)])
+        yield Call([x, weight, 1e-5, randn(generator, *shape, dtype=dtype)], changed=(0, 3))
 
 
 def rotary_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
-    for head_size, half in ((16, 8), (20, 6), (8, 4)):
+    shapes = [(16, 8, 16, dtype), (20, 6, 4, dtype), (64, 32, 16, dtype), (7, 3, 5, torch.float16)]
+    for number, (head_size, half, block_size, cache_dtype) in enumerate(shapes * 2):
+        num_tokens, num_heads, num_kv_heads = (1, 9, 40, 0)[number % 4], 6, 2
         angles = torch.rand(50, half, generator=generator) * 6
-        positions = torch.randint(50, (9,), generator=generator)
-        query, key = randn(generator, 9, 6, head_size, dtype=dtype), randn(generator, 9, 2, head_size, dtype=dtype)
-        yield Call([query, key, positions, angles.cos(), angles.sin()])
+        positions = torch.randint(50, (num_tokens,), generator=generator)
+        cache_shape = cache_shapes(12, block_size, num_kv_heads, head_size, dtype=cache_dtype, device=positions.device)
+        caches = [torch.full(shape, torch.nan, dtype=cache_dtype) for shape in cache_shape]
+        # A chunk's slots follow one another; a decode's are scattered.
+        slots = torch.arange(num_tokens) + 3 if number % 2 else torch.randperm(48, generator=generator)[:num_tokens]
+        slots[num_tokens // 2 : num_tokens // 2 + (num_tokens > 2)] = -1
+        qkv = randn(generator, num_tokens, (num_heads + 2 * num_kv_heads) * head_size, dtype=dtype)
+        args = [qkv, positions, (angles.cos(), angles.sin()), *caches, slots, head_size]
+        norms = tuple(randn(generator, head_size, dtype=dtype) for _ in range(2))
+        yield Call([*args, norms, 1e-5] if number >= len(shapes) else args, changed=(0, 3, 4))
 
 
 def activation_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
@@ -212,7 +221,7 @@ CALLS: dict[str, Callable[[torch.Generator, torch.dtype], Iterator[Call]]] = {
     "paged_attention": attention_calls,
     "write_kv": write_calls,
     "rms_norm": norm_calls,
-    "rotary_embedding": rotary_calls,
+    "rotate_and_write_kv": rotary_calls,
     "linear": linear_calls,
     "silu_and_mul": activation_calls,
     "argmax": argmax_calls,

@@ -133,7 +133,7 @@ def test_linear_rows_do_not_depend_on_their_number(in_features: int, out_feature
         assert torch.equal(kernels.linear(x[:count].contiguous(), weight), together[:count]), f"{count} rows"
 
 
-@pytest.mark.parametrize(("choice", "expected"), [("reference", "reference"), ("auto", "torch_rms_norm")])
+@pytest.mark.parametrize(("choice", "expected"), [("reference", "reference"), ("auto", "cpu_rms_norm")])
 def test_environment_switches_to_references(choice: str, expected: str) -> None:
     code = "import kernels; print(kernels.rms_norm.implementation('cpu').__name__)"
     env = {**os.environ, "PAGEWIRE_KERNELS": choice}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, cast
 
 import torch
@@ -14,6 +14,8 @@ from kernels.packed_weight import PackedWeight, WeightPart
 from worker_svc.models.decoder_config import DecoderConfig
 from worker_svc.models.interface import ForwardBatch, KvCaches, KvCacheSpec
 
+NewWeight = Callable[..., Weight]
+"""Has the signature of kernels.matrix.new_weight."""
 Views = Iterator[tuple[str, torch.Tensor | WeightPart]]
 
 
@@ -22,6 +24,7 @@ class _Place(NamedTuple):
 
     dtype: torch.dtype
     device: torch.device
+    new_weight: NewWeight
 
     def vector(self, size: int) -> nn.Parameter:
         """A norm's weight or a bias."""
@@ -29,7 +32,7 @@ class _Place(NamedTuple):
 
     def matrix(self, part_sizes: list[int], in_features: int, is_gated: bool = False) -> Weight:
         """A weight of one or several projections; one that is not packed is a parameter of its module."""
-        made = new_weight(part_sizes, in_features, dtype=self.dtype, device=self.device, is_gated=is_gated)
+        made = self.new_weight(part_sizes, in_features, dtype=self.dtype, device=self.device, is_gated=is_gated)
         return made if isinstance(made, PackedWeight) else nn.Parameter(made, requires_grad=False)
 
 
@@ -76,13 +79,17 @@ class _Attention(nn.Module):
         kv_cache: tuple[torch.Tensor, torch.Tensor],
         tables: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        parts = self.qkv(x).split(self.sizes, dim=-1)
-        query, key, value = (part.unflatten(-1, (-1, self.config.head_size)) for part in parts)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, _ = kernels.rms_norm(query, self.query_norm, self.config.rms_norm_eps)
-            key, _ = kernels.rms_norm(key, self.key_norm, self.config.rms_norm_eps)
-        query, key = kernels.rotary_embedding(query, key, batch.positions, tables[0], tables[1])
-        kernels.write_kv(key, value, kv_cache[0], kv_cache[1], batch.slot_mapping)
+        query = kernels.rotate_and_write_kv(
+            self.qkv(x),
+            batch.positions,
+            tables,
+            kv_cache[0],
+            kv_cache[1],
+            batch.slot_mapping,
+            self.config.head_size,
+            None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm),
+            self.config.rms_norm_eps,
+        )
         attended = kernels.paged_attention(
             query,
             kv_cache[0],
@@ -120,10 +127,11 @@ class Decoder(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device,
+        new_weight: NewWeight = new_weight,
     ) -> None:
         super().__init__()
         self.config, self.vocab_size, self.dtype, self.device = config, config.vocab_size, dtype, device
-        place = _Place(dtype, device)
+        place = _Place(dtype, device, new_weight)
         self.embedding = place.matrix([config.vocab_size], config.hidden_size)
         self.layers = nn.ModuleList(_Layer(place, config, window) for window in config.sliding_windows)
         self.norm = place.vector(config.hidden_size)

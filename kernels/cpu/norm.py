@@ -1,0 +1,93 @@
+"""rms_norm on a CPU: residual addition, statistics and weight in one call."""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import torch
+
+from kernels.cpu import jit
+from kernels.cpu.call import Arguments
+from kernels.cpu.lanes import KINDS, item_bytes, load, rounded, store
+from kernels.cpu.team import share, team
+from kernels.cpu.vectors import fma, get_float32, get_int64, splat, sum_lanes
+
+_X, _RESIDUAL, _WEIGHT, _OUT, _ROWS, _SIZE, _KIND, _ROWS_PER_CHUNK, _EPS = range(0, 72, 8)
+_CHUNK_ELEMENTS = 1 << 14
+"""Numbers that a thread takes at a time: waking another one for less costs more than it saves."""
+_f32 = numba.float32
+
+
+@jit.inlined
+def inverse_root_mean_square(x: int, kind: int, size: int, eps: float) -> float:
+    """1 / sqrt(mean of squares + eps) of `size` numbers, summed in one order."""
+    squares = splat(_f32(0))
+    for i in range(0, size, 16):
+        values = load(kind, x + i * item_bytes(kind), size - i)
+        squares = fma(values, values, squares)
+    return _f32(1) / _f32(math.sqrt(sum_lanes(squares) / _f32(size) + eps))
+
+
+@jit.inlined
+def scale_row(x: int, weight: int, out: int, kind: int, size: int, inverse: float) -> None:
+    """out = weight * (x * inverse), rounded before the weight, as in the models' own code. x may be out."""
+    for i in range(0, size, 16):
+        offset = i * item_bytes(kind)
+        values = rounded(kind, load(kind, x + offset, size - i) * splat(inverse))
+        store(kind, out + offset, values * load(kind, weight + offset, size - i), size - i)
+
+
+def _normalize_rows(args: int, chunk: int) -> None:
+    kind, size = get_int64(args + _KIND), get_int64(args + _SIZE)
+    row_bytes, count = size * item_bytes(kind), get_int64(args + _ROWS_PER_CHUNK)
+    for row in range(chunk * count, min((chunk + 1) * count, get_int64(args + _ROWS))):
+        x = get_int64(args + _X) + row * row_bytes
+        residual = get_int64(args + _RESIDUAL)
+        if residual != 0:
+            residual += row * row_bytes
+            for i in range(0, size, 16):
+                offset = i * item_bytes(kind)
+                total = load(kind, x + offset, size - i) + load(kind, residual + offset, size - i)
+                store(kind, residual + offset, total, size - i)
+            x = residual
+        inverse = inverse_root_mean_square(x, kind, size, get_float32(args + _EPS))
+        scale_row(x, get_int64(args + _WEIGHT), get_int64(args + _OUT) + row * row_bytes, kind, size, inverse)
+
+
+_chunks = jit.chunks(_normalize_rows)
+_arguments = Arguments(8, 1)
+
+
+def can_normalize(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> bool:
+    """Whether all are contiguous and of one known type."""
+    return (
+        x.dtype in KINDS
+        and weight.dtype is x.dtype
+        and x.is_contiguous()
+        and (residual is None or (residual.dtype is x.dtype and residual.is_contiguous()))
+    )
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `kernels.norm.reference`; all what `can_normalize` allows."""
+    out = torch.empty_like(x) if residual is None else x
+    size, num_elements = weight.shape[0], x.numel()
+    rows = num_elements // size
+    rows_per_chunk = max(1, _CHUNK_ELEMENTS // size)
+    num_chunks = -(-rows // rows_per_chunk)
+    args = _arguments.fill(
+        x.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        weight.data_ptr(),
+        out.data_ptr(),
+        rows,
+        size,
+        KINDS[x.dtype],
+        rows_per_chunk,
+        eps,
+    )
+    share(team().state, _chunks.address, args, num_chunks)
+    return out, x if residual is None else residual
