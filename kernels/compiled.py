@@ -12,7 +12,7 @@ from kernels.cpu import jit
 @functools.cache
 def compiled(name: str) -> Any | None:
     """The module kernels.cpu.<name>, imported at the first call; None, said loudly once, where torch must serve."""
-    if (problem := jit.without_compiler()) is not None:
+    if (problem := jit.unavailable()) is not None:
         jit.warn_once(problem)
         return None
     return importlib.import_module(f"kernels.cpu.{name}")
