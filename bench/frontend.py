@@ -1,9 +1,12 @@
-"""Frontend time per token: detokenize, look for stop strings, assemble and take deltas, for 64 streams.
+"""Frontend CPU time per token: on real processes with the gRPC write, and of the text work alone.
 
     python bench/frontend.py [--json] [--model smollm2] [--streams 64] [--tokens 256] [--runs 7]
 
-No network and no engine: step outputs are made beforehand and fed to the output processor as a core would send them,
-one message per step with one token for every stream. Prints microseconds per token: median and range over the runs.
+Real processes (frontend_load.py): a core that says a fixed text at a fixed pace without a model, the frontend, and one
+client with 64 or 16 streams, of `--tokens` tokens each; the CPU time is all of the frontend's, with the reading from
+the core and the start of the requests. Text work alone: step outputs made beforehand are fed to the output processor
+as a core would send them, one message per step with one token for every stream: detokenize, look for stop strings,
+assemble and take deltas. Prints microseconds per token: median and range over the runs.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import statistics
 import time
 
 import numpy as np
+from frontend_load import TEXT, load_tokenizer_files, measure_processes
 
 from frontend_svc.output_processor import OutputProcessor
 from frontend_svc.outputs import OutputKind
@@ -25,24 +29,13 @@ from pagewire.engine import Finished, FinishReason, StepOutputs
 from pagewire.sampling import SamplingParams
 from pagewire.v1 import frontend_pb2
 
-TEXT = (
-    "The scheduler decides, once per step, how many tokens of each request are computed. "
-    "日本語も少し、そして emoji 👍🏽. "
-    "def step(self) -> bool:\n    return self.receive() or self.schedule()\n"
-)
+PACES = {64: 0.04, 16: 0.02}
+"""Streams and seconds per step: about what two cores do with the default model."""
 CASES = {
     "no stop strings": SamplingParams(),
     "two stop strings": SamplingParams(stop=("\n\nUser:", "</answer>")),
     "eight stop strings": SamplingParams(stop=tuple(f"### Section {i}" for i in range(8))),
 }
-
-
-def load_tokenizer_files(model: str) -> dict[str, bytes]:
-    """The tokenizer that the worker exports for a model."""
-    from worker_svc.models.sources import locate
-    from worker_svc.models.tokenizer_files import export_tokenizer, load_tokenizer
-
-    return export_tokenizer(load_tokenizer(locate(model)))
 
 
 def make_steps(tokenizer: Tokenizer, num_streams: int, num_tokens: int) -> list[StepOutputs]:
@@ -68,14 +61,15 @@ def measure(tokenizer: Tokenizer, steps: list[StepOutputs], params: SamplingPara
         parent.add_child(RequestState(stream + 1, 0, params, [1, 2, 3], tokenizer, is_delta=True))
         processor.add(parent)
         parents.append(parent)
-    started = time.perf_counter()
+    message = frontend_pb2.GenerateResponse()
+    started = time.thread_time()
     for outputs in steps:
         processor.process_outputs(outputs)
         for parent in parents:
             output = parent.take()
             if with_message:
-                fill_response(frontend_pb2.GenerateResponse(), output).SerializeToString()
-    elapsed = time.perf_counter() - started
+                fill_response(message, output).SerializeToString()
+    elapsed = time.thread_time() - started
     assert len(processor) == 0
     return elapsed / (num_streams * len(steps)) * 1e6
 
@@ -91,17 +85,24 @@ def main() -> None:
     args = parser.parse_args()
     tokenizer = Tokenizer(load_tokenizer_files(args.model))
     steps = make_steps(tokenizer, args.streams, args.tokens)
+
+    def report(name: str, values: list[float]) -> None:
+        if args.json:
+            print(json.dumps({"name": f"frontend, CPU per token, {name}", "unit": "us", "values": values}), flush=True)
+        else:
+            median, spread = statistics.median(values), f"({min(values):.2f} to {max(values):.2f})"
+            print(f"  {name:62} {median:6.2f} us  {spread}", flush=True)
+
     if not args.json:
-        print(f"frontend time per token, {args.streams} streams of {args.tokens} tokens, {args.runs} runs")
+        print(f"frontend CPU time per token, {args.tokens} tokens per stream, {args.runs} runs")
+    for num_streams, step_s in PACES.items():
+        loads = measure_processes(args.model, num_streams, args.tokens, step_s, args.runs)
+        name = f"with the gRPC write, {num_streams} streams, steps of {1000 * step_s:g} ms"
+        report(name, [load.frontend_us for load in loads])
     for name, params in CASES.items():
         for with_message in (False, True):
             times = [measure(tokenizer, steps, params, with_message) for _ in range(args.runs + 1)][1:]
-            label = name + (", with message" if with_message else "")
-            if args.json:
-                figure = f"frontend, time per token over {args.streams} streams, {label}"
-                print(json.dumps({"name": figure, "unit": "us", "values": times}), flush=True)
-            else:
-                print(f"  {label:34} {statistics.median(times):6.2f} us  ({min(times):.2f} to {max(times):.2f})")
+            report(f"text alone, {name}" + (", with message" if with_message else ""), times)
 
 
 if __name__ == "__main__":

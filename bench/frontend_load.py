@@ -166,7 +166,7 @@ def _cpu_s(process: psutil.Process) -> float:
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
-def measure(model: str, num_streams: int, num_tokens: int, step_s: float, runs: int) -> list[Load]:
+def measure_processes(model: str, num_streams: int, num_tokens: int, step_s: float, runs: int) -> list[Load]:
     """`runs` measurements after a short one to warm up."""
     me = str(Path(__file__))
     found = []
@@ -188,7 +188,7 @@ def measure(model: str, num_streams: int, num_tokens: int, step_s: float, runs: 
 
 
 def main(argv: Sequence[str]) -> None:
-    """The processes behind `measure`, and a measurement by hand."""
+    """The processes behind `measure_processes`, and a measurement by hand."""
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     core = commands.add_parser("core")
@@ -210,7 +210,7 @@ def main(argv: Sequence[str]) -> None:
     elif args.command == "client":
         print(json.dumps(asyncio.run(drive(args.target, args.num_streams, args.num_tokens))))
     else:
-        for load_found in measure(args.model, args.streams, args.tokens, args.step_s, args.runs):
+        for load_found in measure_processes(args.model, args.streams, args.tokens, args.step_s, args.runs):
             print(load_found)
 
 
