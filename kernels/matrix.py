@@ -93,7 +93,7 @@ def new_weight(
 ) -> Weight:
     """An unfilled weight of one or several projections (parts), one below the other, as it runs best on a device."""
     if device.type == "cpu" and dtype in DTYPES:
-        if (problem := jit.without_compiler()) is None:
+        if (problem := jit.unavailable()) is None:
             return FloatWeight(part_sizes, in_features, dtype, is_gated)
         jit.warn_once(problem)
     num_rows = sum(part_sizes)

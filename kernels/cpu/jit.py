@@ -1,19 +1,21 @@
 """Compiles kernels with numba, and keeps what was compiled for the next start.
 
 A kernel takes addresses and sizes (int64) and float64 scalars, never arrays: a call costs about a microsecond. It
-splits its work as `for part in prange(num_threads)`. One dedicated thread calls kernels: every other calling thread
-makes OpenMP start a team of its own.
+splits its work into chunks that a team of threads takes (team.py).
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import logging
 import os
+import re
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,43 +35,43 @@ def warn_once(problem: str) -> None:
         logger.warning("the CPU kernels can't be used: %s; torch does their work, several times slower", problem)
 
 
-def without_compiler() -> str | None:
+def unavailable() -> str | None:
     """Why nothing can be compiled here, as a sentence for the log; None if it can."""
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed (pip install 'pagewire[worker]')"
     return None
 
 
-def unavailable() -> str | None:
-    """Why kernels with `prange` can't run here; None if they can."""
-    if (problem := without_compiler()) is not None:
-        return problem
-    try:
-        ctypes.CDLL("libgomp.so.1")
-    except OSError:
-        return "libgomp.so.1 is missing (Debian: apt-get install libgomp1)"
-    return None
+def inlined(function: F) -> F:
+    """A kernel, or a part of one that is compiled into each caller; compiles at the first call.
 
-
-def kernel(function: F) -> F:
-    """Compiles at the first call. Threads of `prange` are OpenMP's; sums may be fused (a*b+c), never reordered."""
+    Sums may be fused (a * b + c), never reordered.
+    """
     import numba
 
     _prepare(numba)
     # nnan, ninf or reassoc would change what a row gives with its neighbours; contraction does not.
-    compiled: Any = numba.njit(parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract"})(
-        function
-    )
-    return compiled
-
-
-def inlined(function: F) -> F:
-    """A part of a kernel: compiled into each caller."""
-    import numba
-
-    _prepare(numba)
     compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})(function)
     return compiled
+
+
+@contextlib.contextmanager
+def compiling(what: str) -> Iterator[None]:
+    """Within it the kernels for `what` are called for the first time; says what that is when it takes long.
+
+    One process compiles at a time: the others then read what it has compiled.
+    """
+    marker = cache_dir() / ("-".join(re.findall(r"\w+", what)) + ".done")
+    with open(cache_dir() / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        is_first = not marker.exists()
+        if is_first:
+            logger.info("compiling the CPU kernels for %s, once per version of them: about a minute", what)
+        started = time.monotonic()
+        yield
+        marker.touch()
+    where = f"compiled; kept in {cache_dir()}" if is_first else "read from the cache"
+    logger.info("CPU kernels for %s: %s, %.1f s", what, where, time.monotonic() - started)
 
 
 class Chunks:
@@ -99,10 +101,7 @@ def chunks(function: Callable[..., Any]) -> Chunks:
 
 
 def _prepare(numba: Any) -> None:
-    """Sets numba's layer and cache, before the first kernel."""
-    if str(cache_dir()) == numba.config.CACHE_DIR:
-        return
-    numba.config.THREADING_LAYER = "omp"
+    """Sets numba's cache, before the first kernel."""
     numba.config.CACHE_DIR = str(cache_dir())
 
 
