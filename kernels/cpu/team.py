@@ -120,7 +120,11 @@ class Team:
         _help.compile("void(int64)")  # type: ignore[attr-defined]
         for number in range(1, self.size):
             name = f"kernels-{number}"
-            threading.Thread(target=_help, args=(self.state,), name=name, daemon=True).start()
+            threading.Thread(target=self._serve, name=name, daemon=True).start()
+
+    def _serve(self) -> None:
+        # A method: the thread, which never ends, keeps the state's memory.
+        _help(self.state)
 
 
 _team: Team | None = None
