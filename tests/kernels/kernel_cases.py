@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 
+from kernels.float_weight import FloatWeight
 from kernels.kv_layout import cache_shapes, write_keys, write_values
 from kernels.matrix import column_major
 from kernels.sampling import Draws
@@ -171,6 +173,28 @@ def linear_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Cal
         yield Call([x, columns.copy_(weight)])
 
 
+def packed_calls(generator: torch.Generator, dtype: torch.dtype, is_gated: bool, has_bias: bool) -> Iterator[Call]:
+    """Products with weights packed and plain."""
+    for num_rows, in_features, sizes in ((1, 63, [10, 10]), (2, 64, [8, 8]), (17, 33, [65, 65])):
+        x = randn(generator, num_rows, in_features, dtype=dtype)
+        plain = randn(generator, sum(sizes), in_features, dtype=dtype)
+        packed = FloatWeight(sizes, in_features, dtype, is_gated)
+        packed.fill(plain)
+        bias = [randn(generator, sum(sizes), dtype=dtype)] if has_bias else []
+        yield Call([x, packed, *bias])
+        yield Call([x, plain, *bias])
+
+
+def embedding_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
+    for num_ids, in_features in ((1, 64), (0, 8), (19, 33)):
+        plain = randn(generator, 70, in_features, dtype=dtype)
+        packed = FloatWeight([70], in_features, dtype)
+        packed.fill(plain)
+        ids = torch.randint(70, (num_ids,), generator=generator)
+        yield Call([ids, packed])
+        yield Call([ids, plain])
+
+
 def block_calls(generator: torch.Generator, dtype: torch.dtype, num_lists: int) -> Iterator[Call]:
     for count in (0, 1, 4):
         caches = [randn(generator, 9, 3, 2, 5, dtype=dtype) for _ in range(2)]
@@ -222,7 +246,12 @@ CALLS: dict[str, Callable[[torch.Generator, torch.dtype], Iterator[Call]]] = {
     "write_kv": write_calls,
     "rms_norm": norm_calls,
     "rotate_and_write_kv": rotary_calls,
-    "linear": linear_calls,
+    "linear": lambda generator, dtype: chain(
+        linear_calls(generator, dtype), packed_calls(generator, dtype, is_gated=False, has_bias=True)
+    ),
+    "gated_linear": lambda generator, dtype: packed_calls(generator, dtype, is_gated=True, has_bias=True),
+    "logits": lambda generator, dtype: packed_calls(generator, dtype, is_gated=False, has_bias=False),
+    "embedding": embedding_calls,
     "silu_and_mul": activation_calls,
     "argmax": argmax_calls,
     "sample": sample_calls,
