@@ -11,7 +11,7 @@ from kernels.cpu import attention_work as work
 from kernels.cpu.attention_blocks import SCORE_BYTES
 from kernels.cpu.attention_rows import LOG2_E, RESULT_EXTRA_BYTES, finish, join, make_weigh, transform
 from kernels.cpu.attention_work import MOST_ROWS, TILE_KEYS
-from kernels.cpu.lanes import copy_masked, item_bytes, load, part, scratch_memory, store_bfloat16
+from kernels.cpu.lanes import copy_masked, item_bytes, load, part, prefetch_lines, scratch_memory, store_bfloat16
 from kernels.cpu.vectors import (
     get_float32,
     get_int32,
@@ -26,6 +26,8 @@ from kernels.cpu.vectors import (
 
 _f32 = numba.float32
 MOST_HEAD_SIZE = 256
+_STREAMED_ROWS = 16
+"""Rows up to which keys and values come from memory faster when they are asked for ahead."""
 _GROUP_KEYS, _NUM_GROUPS = 16, TILE_KEYS // 16
 _ROW_BYTES = MOST_HEAD_SIZE * 4
 _STATE_BYTES = MOST_ROWS * (_ROW_BYTES + RESULT_EXTRA_BYTES)
@@ -145,6 +147,25 @@ def _mask_values(source, dest, first, begin, end, pack, line):  # type: ignore[n
 
 
 @part
+def _prefetch(args, item, first, begin, end, pack, line, of_keys):  # type: ignore[no-untyped-def]
+    """Asks for the keys, or the values, of the groups that lie where they can be read."""
+    row = get_int64(get_int64(args + work.MEMBERS) + get_int64(item + work.ITEM_MEMBERS) * 8)
+    table = get_int64(args + work.TABLES) + row * get_int64(args + work.TABLE_BYTES)
+    head, block_size = get_int64(item + work.ITEM_HEAD), get_int64(args + work.BLOCK_SIZE)
+    words = get_int64(args + work.HEAD_SIZE) // pack
+    for position in range(first, end, _GROUP_KEYS):
+        block, offset = get_int32(table + position // block_size * 4), position % block_size
+        if of_keys:
+            keys = get_int64(args + work.KEYS) + block * get_int64(args + work.KEY_BLOCK_BYTES)
+            keys += head * get_int64(args + work.KEY_HEAD_BYTES) + offset * 4
+            prefetch_lines(keys, words, block_size * 4)
+        else:
+            values = get_int64(args + work.VALUES) + block * get_int64(args + work.VALUE_BLOCK_BYTES)
+            values += head * get_int64(args + work.VALUE_HEAD_BYTES) + offset // pack * line
+            prefetch_lines(values, _GROUP_KEYS // pack * line // 64, 64)
+
+
+@part
 def _gather(args, item, scratch, first, begin, end, pack, is_direct, line):  # type: ignore[no-untyped-def]
     """Finds the groups of 16 keys from position `first` on that hold begin..end; returns how many."""
     row = get_int64(get_int64(args + work.MEMBERS) + get_int64(item + work.ITEM_MEMBERS) * 8)
@@ -203,6 +224,10 @@ def _make_attend_tile(scores: Any, values: Any, store_weights: Any) -> Any:
             return False
         vectors = -(-get_int64(args + work.VALUE_SIZE) // 16)
         first = begin // _GROUP_KEYS * _GROUP_KEYS
+        is_streamed = is_direct and num_rows <= _STREAMED_ROWS
+        if is_streamed:
+            _prefetch(args, item, first, begin, end, pack, vectors * 64, True)
+            _prefetch(args, item, first, begin, end, pack, vectors * 64, False)
         num_groups = _gather(args, item, scratch, first, begin, end, pack, is_direct, vectors * 64)
         key_stride = get_int64(args + work.BLOCK_SIZE) * 4 if is_direct else _GROUP_KEYS * 4
         words = -(-get_int64(args + work.HEAD_SIZE) // pack)

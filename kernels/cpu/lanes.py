@@ -336,3 +336,17 @@ def merge_halves(typing_context: Any, low: Any, high: Any, dest: Any, num_vector
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch_lines(typing_context: Any, address: Any, num_lines: Any, stride: Any) -> Any:
+    """Asks for cache lines, a stride apart; a hint, any address is allowed."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address, num_lines, stride = args
+        with cgutils.for_range(builder, num_lines) as loop:
+            place = builder.inttoptr(builder.add(address, builder.mul(loop.index, stride)), ir.PointerType(I16))
+            call(builder, "llvm.prefetch.p0", ir.VoidType(), place, *(ir.Constant(I32, flag) for flag in (0, 3, 1)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
