@@ -24,6 +24,7 @@ from kernels.cpu.vectors import (
     V_I16,
     V_I32,
     WIDTH,
+    BFloat,
     broadcast,
     call,
     constant,
@@ -39,18 +40,7 @@ _COLUMN_VECTORS = 2 if IS_WIDE else 1
 PANEL_VECTORS = 2
 
 
-class _BFloat(ir.types._BaseFloatType):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite does not know."""
-
-    null = "0.0"
-    intrinsic_name = "bf16"
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-
-_BFloat._create_instance()
-V_PAIRS = ir.VectorType(_BFloat(), 2 * WIDTH)
+V_PAIRS = ir.VectorType(BFloat(), 2 * WIDTH)
 
 
 class _Element:

@@ -40,7 +40,7 @@ PANEL_BYTES_PER_CHUNK = 128 << 10
 ROWS_PER_CHUNK = 512
 CHUNKS_PER_THREAD = 8
 
-_ROWS_SCRATCH, _TILES_SCRATCH = 128 * MAX_ROWS, 128 * 32
+_ROWS_SCRATCH, _TILES_SCRATCH, _TWO_SCRATCHES = 128 * MAX_ROWS, 128 * 32, 2 * 128 * 32
 
 # The arguments, words of a block. First what a weight says (its own block goes on with how to run), then a call.
 WEIGHT, PANEL_BYTES, NUM_PANELS, STEPS, COLUMNS, IS_GATED, ELEMENT, _OUT_TYPE, _X_STRIDE = range(9)
@@ -114,7 +114,12 @@ def _finish(scratch, first_row, num_rows, panel, args):  # type: ignore[no-untyp
     if _argument(args, _BIAS) != 0:
         _add_bias(scratch, num_rows, column, args)
     last = scratch + 128 * num_rows
-    if is_gated:
+    if is_gated and column + 16 <= columns and out_type == BFLOAT16:
+        while scratch < last:
+            store_bfloat16(place, _gated(load_float32(scratch), load_float32(scratch + 64), BFLOAT16))
+            scratch += 128
+            place += stride
+    elif is_gated:
         while scratch < last:
             value = _gated(load_float32(scratch), load_float32(scratch + 64), out_type)
             _put(value, place, columns - column, out_type)
@@ -174,7 +179,7 @@ def vector_chunk(args, chunk):  # type: ignore[no-untyped-def]
 @jit.chunks
 def tile_chunk(args, chunk):  # type: ignore[no-untyped-def]
     """Rows and panels of a chunk in tiles: 32 rows at a time, then what is left."""
-    scratch = stack(_TILES_SCRATCH)
+    scratch = stack(_TWO_SCRATCHES)
     panel, last_panel, first_row, last_row = _span(args, chunk)
     weight, panel_bytes, steps = _argument(args, WEIGHT), _argument(args, PANEL_BYTES), _argument(args, STEPS) // 16
     x, stride = _argument(args, _X), _argument(args, _X_STRIDE)
@@ -189,13 +194,18 @@ def tile_chunk(args, chunk):  # type: ignore[no-untyped-def]
     left = last_row - whole
     if left > 0:
         configure(min(left, 16), max(left - 16, 0))
+        ahead = AHEAD_BYTES if whole == first_row else TILE_STEP_BYTES
+        here = scratch
         for p in range(panel, last_panel):
-            ahead = AHEAD_BYTES if whole == first_row else TILE_STEP_BYTES
+            here = scratch + (p & 1) * _TILES_SCRATCH
             if left > 16:
-                bfloat16_tiles_2(x + whole * stride, stride, weight + p * panel_bytes, steps, ahead, scratch)
+                bfloat16_tiles_2(x + whole * stride, stride, weight + p * panel_bytes, steps, ahead, here)
             else:
-                bfloat16_tiles_1(x + whole * stride, stride, weight + p * panel_bytes, steps, ahead, scratch)
-            _finish(scratch, whole, left, p, args)
+                bfloat16_tiles_1(x + whole * stride, stride, weight + p * panel_bytes, steps, ahead, here)
+            if p > panel:
+                # A panel later: what a tile has just stored can't be read at once, and the next weights would wait.
+                _finish(scratch + (p - 1 & 1) * _TILES_SCRATCH, whole, left, p - 1, args)
+        _finish(here, whole, left, last_panel - 1, args)
     release()
 
 
