@@ -20,6 +20,7 @@ from kernels.cpu.attention_blocks import (
     values_pairs,
 )
 from kernels.cpu.attention_items import MOST_HEAD_SIZE, make_attend
+from kernels.cpu.attention_plan import plan
 from kernels.cpu.attention_rows import RESULT_EXTRA_BYTES
 from kernels.cpu.attention_tiles import scores_tiles, values_tiles
 from kernels.cpu.features import isa
@@ -27,7 +28,7 @@ from kernels.cpu.lanes import KINDS, store_bfloat16
 from kernels.cpu.team import share, team
 from kernels.cpu.vectors import get_int64, put_int64, store_float32
 
-_MOST_FIRST_ITEMS = 1024
+_MOST_FIRST_ITEMS = 4096
 _RESULTS_BYTES = 8 << 20
 """Room for results that wait; what does not fit is not shared out."""
 
@@ -65,7 +66,7 @@ _WITH_PAIRS, _WITH_TILES = jit.chunks(_pairs), jit.chunks(_tiles)
 
 @jit.inlined
 def _run(state: int, function: int, args: int) -> None:
-    num_first, num_last = work.plan(args)
+    num_first, num_last = plan(args)
     if num_first > 0:
         share(state, function, args, num_first)
         put_int64(args + work.ITEMS, get_int64(args + work.ITEMS) + num_first * work.ITEM_BYTES)
@@ -160,8 +161,10 @@ def paged_attention(
     num_rows = seq_lens.shape[0]
     most_items = _MOST_FIRST_ITEMS + num_kv_heads * (num_rows + num_tokens * groups // work.MOST_ROWS + 1)
     memory, item_words = _memory, most_items * work.ITEM_BYTES // 8
-    plan_at = memory.plan_at(item_words + 3 * num_rows)
+    num_hashes = 2 << num_rows.bit_length()
+    plan_at = memory.plan_at(item_words + 6 * num_rows + num_hashes)
     members_at = plan_at + item_words * 8
+    shared_at = members_at + num_rows * 16
     result_bytes = -(-value_size // 16) * 64 + RESULT_EXTRA_BYTES
     is_transformed = scale <= 0 or softcap is not None or sinks is not None or alibi_slopes is not None
     the_team = team()
@@ -176,9 +179,9 @@ def paged_attention(
         groups, num_kv_heads, num_rows, sliding_window or 0,
         0 if sinks is None else sinks.data_ptr(), 0 if alibi_slopes is None else alibi_slopes.data_ptr(),
         is_transformed,
-        plan_at, members_at, members_at + num_rows * 8,
+        plan_at, members_at, shared_at,
         memory.results_at, result_bytes, _RESULTS_BYTES // result_bytes, _MOST_FIRST_ITEMS,
-        the_team.size, is_direct, scale, softcap or 0.0,
+        the_team.size, is_direct, shared_at + num_rows * 32, num_hashes, scale, softcap or 0.0,
     )  # fmt: skip
     _run(the_team.state, function, memory.args_at)
     return out
