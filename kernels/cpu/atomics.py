@@ -115,3 +115,27 @@ futex_wait = _futex(_FUTEX_WAIT_PRIVATE)
 futex_wake = _futex(_FUTEX_WAKE_PRIVATE)
 """Wakes as many sleepers at an address as the value says."""
 EVERYONE = _ALL
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def current_cpu(typing_context: Any) -> Any:
+    """The number of the processor that this thread runs on."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(I32, []), "sched_getcpu")
+        return builder.sext(builder.call(function, []), I64)
+
+    return types.int64(), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def run_on(typing_context: Any, mask: Any) -> Any:
+    """Binds this thread to processors; mask: the address of 1024 bits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function_type = ir.FunctionType(I32, [I32, I64, I64])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "sched_setaffinity")
+        builder.call(function, [ir.Constant(I32, 0), ir.Constant(I64, 128), args[0]])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen

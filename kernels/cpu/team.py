@@ -22,13 +22,15 @@ from kernels.cpu.atomics import (
     atomic_store,
     call_at,
     compare_and_swap,
+    current_cpu,
     futex_wait,
     futex_wake,
     has_futex,
     pause,
+    run_on,
 )
 from kernels.cpu.features import num_threads
-from kernels.cpu.vectors import get_int64, put_int64
+from kernels.cpu.vectors import get_int64, put_int64, stack
 
 # The words of a team's state, each on a cache line pair of its own.
 _WORK = 0  # job number << 32 | chunks not taken
@@ -38,7 +40,10 @@ _HELPERS_SLEEP = 384  # 1: some helper may sleep
 _CALLER_SLEEPS = 512
 _IS_BUSY = 640  # some thread is calling
 _SPIN = 768  # rounds that a helper, then the caller, waits awake
-STATE_BYTES = 1024
+_CALLER_CPU = 896
+_NUM_CPUS = 904
+_CPUS = 1024  # 1024 bits: the processors that helpers may run on
+STATE_BYTES = 1152
 _CHUNKS = 0xFFFFFFFF
 HELPER_SPINS = 2000
 CALLER_SPINS = 200
@@ -71,9 +76,24 @@ def _work(state: int) -> None:
 
 
 @jit.inlined
+def _move_away(state: int) -> None:
+    """Leaves the caller's processor: Linux likes to wake a thread where its waker runs, and then both take turns."""
+    cpu = atomic_load(state + _CALLER_CPU)
+    if get_int64(state + _NUM_CPUS) < 2 or cpu != current_cpu():
+        return
+    others = stack(128)
+    for word in range(16):
+        put_int64(others + 8 * word, get_int64(state + _CPUS + 8 * word))
+    place = others + cpu // 64 * 8
+    put_int64(place, get_int64(place) & ~(1 << (cpu % 64)))
+    run_on(others)
+
+
+@jit.inlined
 def _help(state: int) -> None:
     """A helper's life."""
     while True:
+        _move_away(state)
         _work(state)
         spins = get_int64(state + _SPIN)
         while spins > 0 and atomic_load(state + _WORK) & _CHUNKS == 0:
@@ -92,6 +112,7 @@ def share(state: int, function: int, args: int, num_chunks: int) -> None:
         for chunk in range(num_chunks):
             call_at(function, args, chunk)
         return
+    atomic_store(state + _CALLER_CPU, current_cpu())
     put_int64(state + _JOB, function)
     put_int64(state + _JOB + 8, args)
     put_int64(state + _JOB + 16, num_chunks)
@@ -126,6 +147,10 @@ class Team:
             return
         spins = self._memory.view(torch.int64)[_SPIN // 8 :]
         spins[0], spins[1] = HELPER_SPINS, CALLER_SPINS
+        cpus = [cpu for cpu in os.sched_getaffinity(0) if cpu < 1024]
+        self._memory.view(torch.int64)[_NUM_CPUS // 8] = len(cpus)
+        for cpu in cpus:
+            self._memory[_CPUS + cpu // 8] |= 1 << cpu % 8
         _help.compile("void(int64)")  # type: ignore[attr-defined]
         for number in range(1, self.size):
             name = f"kernels-{number}"
