@@ -40,8 +40,9 @@ def reference(
 ) -> torch.Tensor:
     """Attention of the last tokens of each row to all tokens of the row before them and themselves.
 
-    query [num_tokens, num_heads, head_size]; caches of any float type as `kv_layout` says; query_start_loc [num_rows + 1] int32; seq_lens [num_rows] int32, keys of each row, the new ones included;
-    block_tables [num_rows, max_num_blocks] int32. Query head h reads KV head h // (num_heads // num_kv_heads).
+    query [num_tokens, num_heads, head_size]; caches of any float type as `kv_layout` says; query_start_loc
+    [num_rows + 1] int32; seq_lens [num_rows] int32, keys of each row, the new ones included; block_tables [num_rows,
+    max_num_blocks] int32. Query head h reads KV head h // (num_heads // num_kv_heads).
     A key is seen where 0 <= query position - key position < sliding_window (None: no bound). Scores are scaled, then
     capped to softcap * tanh(score / softcap), then alibi_slopes[h] * (key position - query position) is added; sinks
     [num_heads] are one more logit per head that takes probability and gives no value. Products and sums are float32.
@@ -149,15 +150,11 @@ def cpu_paged_attention(
     """See `reference`. A row's output depends on nothing but its query and keys, bit by bit; see kernels/cpu."""
     module = compiled("attention")
     attend: Callable[..., torch.Tensor] = torch_paged_attention
-    if module is not None and module.can_attend(query, key_cache, value_cache):
+    args = query, key_cache, value_cache, query_start_loc, seq_lens, block_tables
+    if module is not None and module.can_attend(*args):
         attend = module.paged_attention
     return attend(
-        query,
-        key_cache,
-        value_cache,
-        query_start_loc,
-        seq_lens,
-        block_tables,
+        *args,
         scale,
         sliding_window=sliding_window,
         softcap=softcap,

@@ -32,11 +32,12 @@ class Operation(Generic[P, R]):
         if choice not in ("auto", "reference"):
             raise ValueError(f"{CHOICE_VARIABLE} is {choice!r}: must be auto or reference")
         self._is_reference_forced = choice == "reference"
+        self._on_cpu = self.implementation("cpu")
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        first = args[0]
-        assert isinstance(first, torch.Tensor)
-        return self.implementation(first.device.type)(*args, **kwargs)
+        first: torch.Tensor = args[0]  # type: ignore[assignment]
+        # A step calls hundreds of operations: asking for the device's name costs as much as a small one.
+        return (self._on_cpu if first.is_cpu else self.implementation(first.device.type))(*args, **kwargs)
 
     def implementation(self, device_type: str) -> Callable[P, R]:
         """What runs on a device type such as "cpu" or "cuda"."""

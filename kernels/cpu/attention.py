@@ -23,8 +23,9 @@ from kernels.cpu.attention_items import MOST_HEAD_SIZE, make_attend
 from kernels.cpu.attention_plan import plan
 from kernels.cpu.attention_rows import RESULT_EXTRA_BYTES
 from kernels.cpu.attention_tiles import scores_tiles, values_tiles
+from kernels.cpu.caches import caches
 from kernels.cpu.features import isa
-from kernels.cpu.lanes import KINDS, store_bfloat16
+from kernels.cpu.lanes import BFLOAT16, KINDS, store_bfloat16
 from kernels.cpu.team import share, team
 from kernels.cpu.vectors import get_int64, put_int64, store_float32
 
@@ -96,16 +97,18 @@ _memory = _Memory()
 _pack = struct.Struct(work.ARGUMENTS).pack_into
 
 
-def can_attend(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
+def can_attend(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+) -> bool:
     """Whether `paged_attention` serves these: caches of one type as on a CPU, heads up to MOST_HEAD_SIZE."""
+    described = caches(key_cache, value_cache)
     return (
-        key_cache.dim() == 5
-        and key_cache.dtype is value_cache.dtype
-        and key_cache.dtype in KINDS
-        and query.dtype in KINDS
-        and max(query.shape[2], value_cache.shape[3]) <= MOST_HEAD_SIZE
-        and key_cache.is_contiguous()
-        and value_cache.is_contiguous()
+        described is not None and query.dtype in KINDS and max(query.shape[2], described.value_size) <= MOST_HEAD_SIZE
     )
 
 
@@ -126,8 +129,11 @@ def paged_attention(
 ) -> torch.Tensor:
     """See `kernels.attention.reference`; what `can_attend` allows."""
     num_tokens, num_heads, head_size = query.shape
-    _, num_kv_heads, words, block_size, pack = key_cache.shape
-    value_lines, value_size = value_cache.shape[2:4]
+    described = caches(key_cache, value_cache)
+    assert described is not None
+    _, cache_kind, num_kv_heads, block_size, pack, _, value_size, key_block, key_head, value_block, value_head = (
+        described
+    )
     dtype = query.dtype
     if out is None:
         out = query.new_empty(num_tokens, num_heads, value_size)
@@ -155,7 +161,7 @@ def paged_attention(
         token_stride, head_stride, _ = query.stride()
     width, groups = dtype.itemsize, num_heads // num_kv_heads
     is_direct = block_size % 16 == 0 and value_size % 16 == 0 and head_size % pack == 0
-    function, is_direct = _function(dtype, key_cache.dtype, is_direct, head_size)
+    function, is_direct = _function(KINDS[dtype], cache_kind, is_direct, head_size)
     sinks = None if sinks is None else sinks.float().contiguous()
     alibi_slopes = None if alibi_slopes is None else alibi_slopes.float().contiguous()
     num_rows = seq_lens.shape[0]
@@ -171,8 +177,8 @@ def paged_attention(
     _pack(
         memory.args, 0,
         query.data_ptr(), token_stride * width, head_stride * width, KINDS[dtype],
-        key_cache.data_ptr(), num_kv_heads * words * block_size * 4, words * block_size * 4,
-        value_cache.data_ptr(), num_kv_heads * value_lines * value_size * 4, value_lines * value_size * 4,
+        key_cache.data_ptr(), key_block, key_head,
+        value_cache.data_ptr(), value_block, value_head,
         block_size, head_size, value_size,
         block_tables.data_ptr(), block_tables.stride(0) * 4, query_start_loc.data_ptr(), seq_lens.data_ptr(),
         out.data_ptr(), num_heads * value_size * width, value_size * width,
@@ -187,10 +193,10 @@ def paged_attention(
     return out
 
 
-def _function(query_type: torch.dtype, cache_type: torch.dtype, is_direct: bool, head_size: int) -> tuple[int, bool]:
+def _function(query_kind: int, cache_kind: int, is_direct: bool, head_size: int) -> tuple[int, bool]:
     """The best compiled function for these types."""
-    if query_type is torch.bfloat16 and cache_type is torch.bfloat16 and (best := isa()) != "generic":
+    if query_kind == cache_kind == BFLOAT16 and (best := isa()) != "generic":
         if best == "amx" and is_direct and head_size % 32 == 0:
             return _WITH_TILES.address, True
         return _WITH_PAIRS.address, is_direct
-    return _BY_KIND[KINDS[cache_type]].address, is_direct
+    return _BY_KIND[cache_kind].address, is_direct

@@ -67,7 +67,7 @@ ITEM_BYTES = 64
 SHARED_TILES, SHARED_RESULT, SHARED_LEADER, SHARED_NEXT = range(0, 32, 8)
 SHARED_BYTES = 32
 
-MOST_SHARED_ROWS = 16
+MOST_SHARED_ROWS = MOST_ROWS
 """Rows per KV head up to which a request's prefix is looked for in other requests: decodes, not chunks."""
 
 

@@ -7,6 +7,7 @@ import numba
 import torch
 
 from kernels.cpu import jit
+from kernels.cpu.caches import caches
 from kernels.cpu.call import Arguments
 from kernels.cpu.lanes import (
     FLOAT32,
@@ -175,14 +176,11 @@ _arguments = Arguments(26, 1)
 
 def can_write(key: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
     """Whether the caches lie as on a CPU, in types that are known here."""
+    described = caches(key_cache, value_cache)
     return (
-        key_cache.dim() == 5
+        described is not None
         and key.dtype in KINDS
-        and key_cache.dtype in KINDS
-        and key_cache.dtype is value_cache.dtype
-        and key_cache.is_contiguous()
-        and value_cache.is_contiguous()
-        and max(key_cache.shape[2] * key_cache.shape[4], value_cache.shape[3]) <= _MOST_SIZE
+        and max(described.most_head_size, described.value_size) <= _MOST_SIZE
     )
 
 
@@ -198,11 +196,14 @@ def rotate_and_write_kv(
     eps: float = 0.0,
 ) -> torch.Tensor:
     """See `kernels.rotary_write.reference`."""
-    num_kv_heads, value_size = key_cache.shape[1], value_cache.shape[3]
+    described = caches(key_cache, value_cache)
+    assert described is not None
+    num_kv_heads, value_size = described.num_kv_heads, described.value_size
     num_tokens, width = qkv.shape
     num_heads = (width - num_kv_heads * value_size) // head_size - num_kv_heads
     item, address, cos = qkv.element_size(), qkv.data_ptr(), tables[0]
-    token_bytes = qkv.stride(0) * item
+    token_stride = qkv.stride(0)
+    token_bytes = token_stride * item
     key = address + num_heads * head_size * item
     _run(
         num_tokens,
@@ -228,13 +229,13 @@ def rotate_and_write_kv(
         value_size * item,
         key_cache.data_ptr(),
         value_cache.data_ptr(),
-        key_cache.shape[3],
-        KINDS[key_cache.dtype],
+        described.block_size,
+        described.kind,
         slot_mapping.data_ptr(),
         num_tokens,
         eps=eps,
     )
-    return qkv[:, : num_heads * head_size].unflatten(1, (num_heads, head_size))
+    return qkv.as_strided((num_tokens, num_heads, head_size), (token_stride, head_size, 1))
 
 
 def write_kv(
