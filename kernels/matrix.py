@@ -2,7 +2,8 @@
 
 A weight is a plain tensor or a PackedWeight; `new_weight` makes what runs best. Plain tensors: in float32 on a CPU the
 library picks another order of summation for a single row, and for fewer than 16 rows where the weight lies row by row.
-Weights that lie column by column and at least two rows always give one order.
+Weights that lie column by column and at least two rows give one order, with one thread of torch at least: with two,
+MKL splits long sums for some numbers of rows on some processors. Packed weights always have one order.
 """
 
 from __future__ import annotations
