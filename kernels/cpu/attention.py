@@ -127,7 +127,7 @@ def paged_attention(
     alibi_slopes: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `kernels.attention.reference`; what `can_attend` allows."""
+    """See `kernels.attention.reference`; what `can_attend` allows. out's last dimension must lie in one run."""
     num_tokens, num_heads, head_size = query.shape
     described = caches(key_cache, value_cache)
     assert described is not None
@@ -137,24 +137,7 @@ def paged_attention(
     dtype = query.dtype
     if out is None:
         out = query.new_empty(num_tokens, num_heads, value_size)
-    elif not out.is_contiguous():
-        out.copy_(
-            paged_attention(
-                query,
-                key_cache,
-                value_cache,
-                query_start_loc,
-                seq_lens,
-                block_tables,
-                scale,
-                sliding_window=sliding_window,
-                softcap=softcap,
-                sinks=sinks,
-                alibi_slopes=alibi_slopes,
-                out=out.contiguous(),
-            )
-        )
-        return out
+    out_token, out_head, _ = out.stride()
     token_stride, head_stride, stride = query.stride()
     if stride != 1:
         query = query.contiguous()
@@ -181,7 +164,7 @@ def paged_attention(
         value_cache.data_ptr(), value_block, value_head,
         block_size, head_size, value_size,
         block_tables.data_ptr(), block_tables.stride(0) * 4, query_start_loc.data_ptr(), seq_lens.data_ptr(),
-        out.data_ptr(), num_heads * value_size * width, value_size * width,
+        out.data_ptr(), out_token * width, out_head * width,
         groups, num_kv_heads, num_rows, sliding_window or 0,
         0 if sinks is None else sinks.data_ptr(), 0 if alibi_slopes is None else alibi_slopes.data_ptr(),
         is_transformed,

@@ -247,11 +247,7 @@ def _make_attend_tile(scores: Any, values: Any, store_weights: Any) -> Any:
             row = rows_at + i * _ROW_WORDS
             place = scores_at + i * SCORE_BYTES
             if get_int64(args + work.IS_TRANSFORMED) != 0:
-                slopes, slope = get_int64(args + work.SLOPES), _f32(0)
-                if slopes != 0:
-                    slope = get_float32(slopes + get_int64(row + _HEAD) * 4)
-                scale, softcap = get_float32(scratch + _FLOATS + 4), get_float32(scratch + _FLOATS + 8)
-                transform(place, num_groups, first, scale, softcap, slope, get_int64(row + _HIGH))
+                _transform_row(args, scratch, row, place, num_groups, first)
             low, high = get_int64(row + _LOW), get_int64(row + _HIGH)
             at = results + i * result_bytes + vectors * 64
             weigh(place, num_groups, first, low, high, factor, at, weight_bytes)
@@ -271,6 +267,29 @@ def _make_attend_tile(scores: Any, values: Any, store_weights: Any) -> Any:
 
 
 @part
+def _place_scratch(args, scratch):  # type: ignore[no-untyped-def]
+    """Fills the words of an item's scratch; returns the factor of scores in powers of two."""
+    for i in range(9):
+        put_int64(scratch + i * 8, scratch + _PLACES[i])
+    scale = get_float32(args + work.SCALE)
+    factor = _f32(LOG2_E) if get_int64(args + work.IS_TRANSFORMED) != 0 else scale * _f32(LOG2_E)
+    put_float32(scratch + _FLOATS, factor)
+    put_float32(scratch + _FLOATS + 4, scale)
+    put_float32(scratch + _FLOATS + 8, get_float32(args + work.SOFTCAP))
+    return factor
+
+
+@part
+def _transform_row(args, scratch, row, place, num_groups, first):  # type: ignore[no-untyped-def]
+    """Scores of a row to logits."""
+    slopes, slope = get_int64(args + work.SLOPES), _f32(0)
+    if slopes != 0:
+        slope = get_float32(slopes + get_int64(row + _HEAD) * 4)
+    scale, softcap = get_float32(scratch + _FLOATS + 4), get_float32(scratch + _FLOATS + 8)
+    transform(place, num_groups, first, scale, softcap, slope, get_int64(row + _HIGH))
+
+
+@part
 def _clear(results, num_rows, vectors, result_bytes):  # type: ignore[no-untyped-def]
     """Results that stand for no key."""
     for i in range(num_rows):
@@ -286,20 +305,13 @@ def make_attend(scores: Any, values: Any, store_query: Any, store_weights: Any, 
     """
 
     collect, attend_tile = _make_collect(store_query), _make_attend_tile(scores, values, store_weights)
-    query_bytes = 32 if store_query is store_bfloat16 else 64
-    weight_bytes = 32 if store_weights is store_bfloat16 else 64
+    query_bytes, weight_bytes = (32 if x is store_bfloat16 else 64 for x in (store_query, store_weights))
 
     @part
     def attend(args, chunk):  # type: ignore[no-untyped-def]
         item = get_int64(args + work.ITEMS) + chunk * work.ITEM_BYTES
-        scratch, factor = scratch_memory(_SCRATCH_BYTES), _f32(get_float32(args + work.SCALE))
-        for i in range(9):
-            put_int64(scratch + i * 8, scratch + _PLACES[i])
-        put_float32(scratch + _FLOATS + 4, factor)
-        put_float32(scratch + _FLOATS + 8, get_float32(args + work.SOFTCAP))
-        is_transformed = get_int64(args + work.IS_TRANSFORMED) != 0
-        factor = _f32(LOG2_E) if is_transformed else factor * _f32(LOG2_E)
-        put_float32(scratch + _FLOATS, factor)
+        scratch = scratch_memory(_SCRATCH_BYTES)
+        factor = _place_scratch(args, scratch)
         vectors = -(-get_int64(args + work.VALUE_SIZE) // 16)
         num_words = -(-get_int64(args + work.HEAD_SIZE) // head_align) * (head_align // 16)
         result_bytes = vectors * 64 + RESULT_EXTRA_BYTES
