@@ -2,7 +2,8 @@
 
 One kernel for all numbers of rows of a type, because tiles, dot products and plain multiply-adds round differently: a
 row must have the same bits in every batch. Measured: milliseconds for all 121 products of SmolLM2-135M in bfloat16, two
-threads of a Sapphire Rapids whose other tenants come and go (about 24 GB/s to read then), best of 9; beside it torch:
+threads of a shared Sapphire Rapids, whose speed changes twofold from minute to minute; the least of 7 to 9. amx and torch
+alternated in one run, avx512 and generic ran apart, so compare those two with each other only:
 
     rows        1     2     4     8    16    32    64   128   256
     amx      13.9  13.9  14.6  16.1  16.0  23.0  37.3  65.3   120
@@ -10,8 +11,8 @@ threads of a Sapphire Rapids whose other tenants come and go (about 24 GB/s to r
     generic  12.5        14.5  22.4        62.6         223
     torch    38.8  31.1  34.0  38.3  37.4  45.1  58.7  97.4   211   (oneDNN, with tiles)
 
-One row reads the weights and nothing else matters. A dot product of bfloat16 pairs takes two cycles on that processor,
-so avx512 gains nothing over generic there; on Zen 4 it takes one.
+A kernel of dot products of pairs, its data in the first-level cache, gives 85 GFLOP/s a thread there, one of float32
+multiply-adds 167: avx512 gains nothing over generic on that processor. Other processors were not measured.
 """
 
 from __future__ import annotations
