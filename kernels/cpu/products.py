@@ -2,8 +2,8 @@
 
 One kernel for all numbers of rows of a type, because tiles, dot products and plain multiply-adds round differently: a
 row must have the same bits in every batch. Measured: milliseconds for all 121 products of SmolLM2-135M in bfloat16, two
-threads of a shared Sapphire Rapids, whose speed changes twofold from minute to minute; the least of 7 to 9. amx and torch
-alternated in one run, avx512 and generic ran apart, so compare those two with each other only:
+threads of a shared Sapphire Rapids, whose speed changes twofold from minute to minute; the least of 7 to 9. amx and
+torch alternated in one run, avx512 and generic ran apart, so compare those two with each other only:
 
     rows        1     2     4     8    16    32    64   128   256
     amx      13.9  13.9  14.6  16.1  16.0  23.0  37.3  65.3   120
