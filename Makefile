@@ -9,10 +9,10 @@ ARGS ?=
 # Set to e.g. "torch==2.13.0 --index-url ..." for another build of torch (README).
 TORCH ?= torch==2.13.0
 
-.PHONY: help serve test unit system faults lint format protos bench soak clean
+.PHONY: help serve test unit system faults lint format protos bench bench-peers soak clean
 
 help: ## list these commands
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Pagewire needs Python 3.11 or newer, '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
@@ -59,8 +59,16 @@ format: $(VENV)/.dev ## ruff and buf, in place
 protos: $(VENV)/.dev ## generate the Python code of pagewire.v1 again
 	PATH="$(abspath $(BIN)):$$PATH" protos/generate.sh
 
-bench: $(VENV)/.installed ## the figures of BENCHMARKS.md
-	$(BIN)/python bench/run.py $(ARGS)
+$(VENV)/.bench: $(VENV)/.installed
+	$(BIN)/pip install --disable-pip-version-check --quiet -e '.[bench]'
+	@touch $@
+
+bench: $(VENV)/.bench ## the figures of BENCHMARKS.md that need no peer; ARGS="--sections single,batch --write"
+	$(BIN)/python -m bench.run $(ARGS)
+
+bench-peers: $(VENV)/.bench ## vLLM CPU and llama.cpp in environments of their own, side by side with ours
+	$(BIN)/python -m bench.peers.install
+	$(BIN)/python -m bench.run --peers vllm,llama $(ARGS)
 
 soak: $(VENV)/.dev ## twenty minutes of random load on real processes, and what must hold after it
 	$(BIN)/python -m tests.soak.soak $(ARGS)
