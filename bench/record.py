@@ -59,8 +59,8 @@ class Recorder:
 
 
 def number(value: float) -> str:
-    """Three significant digits, and no fewer than the whole part has."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+    """Two decimals, none from 100 up."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.2f}"
 
 
 def spread(figure: Figure) -> str:

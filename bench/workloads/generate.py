@@ -14,6 +14,7 @@ import numpy as np
 HERE = Path(__file__).parent
 FIRST_PLAIN_TOKEN, VOCAB_SIZE = 17, 49152
 SEED = 20261130
+WINDOW = 448
 
 
 def write(name: str, rows: list[dict[str, object]]) -> None:
@@ -35,6 +36,16 @@ def main() -> None:
     prefix = tokens(512)
     write("shared_prefix.jsonl", [{"prompt_token_ids": prefix + tokens(32), "max_tokens": 32} for _ in range(32)])
     write("single_stream.jsonl", [{"prompt_token_ids": tokens(128), "max_tokens": 128}])
+    write("perplexity.jsonl", [{"prompt_token_ids": window, "max_tokens": 1} for window in windows()])
+
+
+def windows() -> list[list[int]]:
+    """perplexity.txt in windows of equal length, each of which is scored by itself; the rest is left out."""
+    from worker_svc.models.sources import locate
+    from worker_svc.models.tokenizer_files import load_tokenizer
+
+    ids = load_tokenizer(locate("smollm2"))((HERE / "perplexity.txt").read_text())["input_ids"]
+    return [ids[start : start + WINDOW] for start in range(0, len(ids) - WINDOW + 1, WINDOW)]
 
 
 if __name__ == "__main__":
