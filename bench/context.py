@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from bench.alternate import Passes, alternate
 from bench.deployments import LABELS, PEER_OF, offline_spec, start_served
-from bench.process_group import SideError
+from bench.process_group import BUSY_SHARE, SideError
 from bench.record import Recorder
 from bench.served import Served
 from bench.sides import Side
@@ -44,30 +45,30 @@ class Context:
     def passes(self, sides: Mapping[str, Callable[[], T]], repeats: int | None = None) -> Passes[T]:
         """Alternating passes; a side that turns a core while idle is stopped except during its own."""
 
-        def one(name: str, run: Callable[[], T]) -> Callable[[], T]:
-            def measured() -> T:
-                group = self.served(name) if name.endswith("-served") else self.offline(name)
-                group.go_on()
-                try:
-                    return run()
-                finally:
-                    group.rest()
+        passes = {name: functools.partial(self.awake, name, run) for name, run in sides.items()}
+        return alternate(passes, repeats or self.repeats, self.max_seconds)
 
-            return measured
-
-        return alternate(
-            {name: one(name, run) for name, run in sides.items()}, repeats or self.repeats, self.max_seconds
-        )
+    def awake(self, name: str, run: Callable[[], T]) -> T:
+        """What `run` gives, while the side is not stopped."""
+        group = self.served(name) if name.endswith("-served") else self.offline(name)
+        group.go_on()
+        try:
+            return run()
+        finally:
+            group.rest()
 
     def warm_up(self, names: Sequence[str], workload: Workload) -> None:
         """A short pass of each side, not counted; one that fails will say so in its rows."""
         short = Workload(workload.name, workload.prompts[:4], [min(n, 8) for n in workload.max_tokens[:4]])
         for name in names:
-            try:
+
+            def run(name: str = name) -> object:
                 if name.endswith("-served"):
-                    self.served(name).load(short, len(short.prompts))
-                else:
-                    self.offline(name).run(short)
+                    return self.served(name).load(short, len(short.prompts))
+                return self.offline(name).run(short)
+
+            try:
+                self.awake(name, run)
             except (SideError, RuntimeError, OSError):
                 continue
 
@@ -124,7 +125,7 @@ def _get(started: dict[str, G | str], name: str, start: Callable[[], G]) -> G:
             started[name] = str(error)
         else:
             started[name] = group
-            if (share := group.check_idle()) > 0.05:
+            if (share := group.check_idle()) > BUSY_SHARE:
                 print(f"  ({name} takes {share:.0%} of a core when idle: stopped while others run)", flush=True)
     found = started[name]
     if isinstance(found, str):

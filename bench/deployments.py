@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from bench.peers.places import CHECKPOINT, GGUF_BF16, GGUF_Q8_0, LLAMA_PYTHON, PEERS, VLLM_PYTHON, vllm_env
+from bench.peers.places import CHECKPOINT, GGUF_BF16, GGUF_Q8_0, LLAMA_PYTHON, PEERS, VLLM_PYTHON, llama_env, vllm_env
 from bench.served import Served, ServedPagewire, ServedVllm
 from bench.sides import Spec
 
@@ -39,7 +39,7 @@ def offline_spec(name: str) -> Spec:
         return Spec(name, [str(VLLM_PYTHON), "bench/peers/vllm_offline.py", str(CHECKPOINT)], vllm_env())
     if name.startswith("llama"):
         model = GGUF_BF16 if name == "llama-bf16" else q4_1_file()
-        return Spec(name, [str(LLAMA_PYTHON), "bench/peers/llama_offline.py", str(model)])
+        return Spec(name, [str(LLAMA_PYTHON), "bench/peers/llama_offline.py", str(model)], llama_env())
     flags = [f"--kv-cache-memory={KV_CACHE_BYTES}"]
     if name == "pagewire-q4_1":
         return _ours(name, str(q4_1_file()), *flags, "--quantization=gguf")

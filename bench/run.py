@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import signal
 import sys
 import time
 from pathlib import Path
@@ -55,6 +56,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the sides end too
     write_models("smollm2")
     command = "python -m bench.run " + " ".join(argv)
     recorder = Recorder(datetime.date.today().isoformat(), describe_machine(), command.strip())

@@ -166,10 +166,8 @@ def memory(context: Context) -> None:
         values[name] = []
         try:
             group = context.served(name)
-            group.go_on()
-            group.load(workload, NUM_CLIENTS)
+            context.awake(name, lambda group=group: group.load(workload, NUM_CLIENTS))
             values[name].append(group.resident_bytes() / 2**20)
-            group.rest()
         except Exception as error:  # it becomes the row's text
             errors[name] = str(error)
     context.report("memory", "memory of all processes, KV pool of 1 GiB", "MiB", values, errors)

@@ -33,3 +33,10 @@ def vllm_env() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "PATH": f"{VLLM_PYTHON.parent}:{os.environ['PATH']}",
     }
+
+
+def llama_env() -> dict[str, str]:
+    """llama.cpp's best case: a thread per core. Left to itself Linux may put both on one, where they spin for each
+    other: a step then takes many times as long.
+    """
+    return {"OMP_PROC_BIND": "close", "OMP_PLACES": "threads"}

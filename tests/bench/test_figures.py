@@ -69,7 +69,11 @@ def test_runs_merge_into_one_table(tmp_path: Path) -> None:
     write(path, merge(read(path), first.figures))
     write(path, merge(read(path), second.figures))
     found = {figure.key: figure for figure in read(path)}
-    assert [found["steps/8/pagewire"].median, found["steps/8/pagewire"].low, found["steps/8/pagewire"].high] == [2, 1, 3]
+    assert [found["steps/8/pagewire"].median, found["steps/8/pagewire"].low, found["steps/8/pagewire"].high] == [
+        2,
+        1,
+        3,
+    ]
     assert (found["batch/pagewire"].median, found["batch/pagewire"].date) == (200, "2026-12-01")
     assert found["batch/vllm"].has_failed and found["batch/vllm"].note == "no such file"
     text = markdown(list(found.values()))
