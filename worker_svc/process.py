@@ -25,6 +25,7 @@ async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
         settings.model,
         settings.kv_cache_memory,
         default_dtype=settings.dtype,
+        default_quantization=settings.quantization,
         default_max_model_len=settings.max_model_len,
         num_threads=settings.num_threads or _num_cores(),
     )

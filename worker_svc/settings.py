@@ -22,6 +22,11 @@ class WorkerSettings(CommonSettings):
         help="type of weights of --model",
         choices=("", "float32", "bfloat16", "float16"),
     )
+    quantization: str = setting(
+        "",
+        help="of --model: int8, or gguf to run a GGUF file's own blocks; empty: weights of --dtype",
+        choices=("", "int8", "gguf"),
+    )
     max_model_len: int = setting(0, help="longest sequence of --model; 0 is the model's own limit", low=0)
     kv_cache_memory: int = setting(
         0,

@@ -1,4 +1,4 @@
-"""Reads GGUF files through transformers, once."""
+"""Reads GGUF files with what transformers knows of them, once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,53 @@ from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
 OnFraction = Callable[[float], None]
 
 
-def gguf_tensors(path: Path, config: Any, on_fraction: OnFraction) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names (those of the Hugging Face checkpoint) and dequantized float32 tensors.
+@dataclass(frozen=True, slots=True)
+class BlockTensor:
+    """A matrix as a GGUF file holds it: `blocks` uint8 [rows, bytes of a row], of a type such as "Q4_1"."""
 
-    transformers wants a model to know the names; one without memory will do.
+    shape: torch.Size
+    type_name: str
+    blocks: torch.Tensor
+
+    def dequantized(self) -> torch.Tensor:
+        """The matrix in float32."""
+        type_ = gguf.GGMLQuantizationType[self.type_name]
+        return torch.from_numpy(gguf.dequantize(self.blocks.numpy(), type_))
+
+
+def gguf_tensors(
+    path: Path, config: Any, on_fraction: OnFraction, keep_blocks: bool = False
+) -> Iterator[tuple[str, torch.Tensor | BlockTensor]]:
+    """Names (those of the Hugging Face checkpoint) and float32 tensors, one at a time; the file is mapped, not read.
+
+    keep_blocks: matrices come as they are in the file. transformers knows the names and the order of rows, and wants a
+    model to tell them; one without memory will do. What it does to rows it can do to rows of blocks.
     """
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
-    with gguf_progress(on_fraction):
-        loaded = modeling_gguf_pytorch_utils.load_gguf_checkpoint(
-            str(path), return_tensors=True, model_to_load=skeleton
-        )
-    tensors: dict[str, torch.Tensor] = loaded["tensors"]
-    for name in list(tensors):
-        yield name, tensors.pop(name)
+    theirs = modeling_gguf_pytorch_utils
+    parsed = theirs.load_gguf_checkpoint(str(path))
+    reader = gguf.GGUFReader(str(path))
+    architecture = theirs.read_field(reader, "general.architecture")[0]
+    processor = theirs.TENSOR_PROCESSORS.get(architecture, theirs.TensorProcessor)(config=parsed["config"])
+    names = theirs.get_gguf_hf_weights_map(skeleton, processor)
+    parsed["tensors"] = {}
+    for i, tensor in enumerate(reader.tensors):
+        on_fraction(i / len(reader.tensors))
+        rows = np.asarray(tensor.data)
+        is_matrix = keep_blocks and rows.ndim == 2 and rows.dtype == np.uint8
+        if not is_matrix:
+            rows = gguf.dequantize(rows, tensor.tensor_type)
+        result = processor.process(weights=rows, name=tensor.name, tensor_key_mapping=names, parsed_parameters=parsed)
+        if result.name not in names:
+            continue
+        # A mapped file can't be written to, which torch would warn of.
+        found = torch.from_numpy(np.copy(result.weights))
+        if is_matrix:
+            shape = torch.Size(int(n) for n in reversed(tensor.shape))
+            yield names[result.name], BlockTensor(shape, tensor.tensor_type.name, found)
+        else:
+            yield names[result.name], found
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pagewire.errors import InvalidArgumentError, violation
+from worker_svc.models.quantized_weights import GGUF, QUANTIZATIONS
 from worker_svc.models.rope import rope_type
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -18,11 +19,14 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def choose_dtype(asked: str, config: Any, *, device: torch.device, is_gguf: bool) -> torch.dtype:
+def choose_dtype(
+    asked: str, config: Any, *, device: torch.device, is_gguf: bool, is_quantized: bool = False
+) -> torch.dtype:
     """The type of weights and activations.
 
-    Unasked on a CPU: float32, and bfloat16 where the model was saved so and the CPU has instructions for it. Unasked
-    elsewhere: the model's own, which for a GGUF file is bfloat16. Raises InvalidArgumentError for an unknown name.
+    Unasked on a CPU: float32, and bfloat16 where the CPU has instructions for it and the model was saved so, or its
+    weights are quantized. Unasked elsewhere: the model's own, which for a GGUF file is bfloat16. Raises
+    InvalidArgumentError for an unknown name.
     """
     if asked:
         if asked not in DTYPES:
@@ -31,7 +35,8 @@ def choose_dtype(asked: str, config: Any, *, device: torch.device, is_gguf: bool
     saved = torch.bfloat16 if is_gguf else _saved_dtype(config)
     if device.type != "cpu":
         return saved
-    return torch.bfloat16 if saved == torch.bfloat16 and not is_gguf and cpu_has_bfloat16() else torch.float32
+    wants_bfloat16 = is_quantized or (saved == torch.bfloat16 and not is_gguf)
+    return torch.bfloat16 if wants_bfloat16 and cpu_has_bfloat16() else torch.float32
 
 
 def _saved_dtype(config: Any) -> torch.dtype:
@@ -63,13 +68,22 @@ def choose_max_model_len(asked: int, config: Any) -> int:
     return int(asked or limit)
 
 
-def check_quantization(asked: str, config: Any, architecture: str) -> None:
-    """Raises InvalidArgumentError for quantized weights: only GGUF files are read, by dequantizing them."""
+def check_quantization(
+    asked: str, config: Any, architecture: str, *, is_native: bool, is_gguf: bool, device: torch.device
+) -> None:
+    """Raises InvalidArgumentError for a quantization that is not known, or that this model can't have here."""
     if asked:
-        raise InvalidArgumentError(
-            [violation("quantization", asked, "must be empty; no quantization of weights is supported")],
-            reason="UNSUPPORTED_QUANTIZATION",
-        )
+        problem = ""
+        if asked not in QUANTIZATIONS:
+            problem = f"must be empty or one of {', '.join(QUANTIZATIONS)}"
+        elif not is_native:
+            problem = f"{architecture} runs through transformers' code, which has weights of dtype only"
+        elif device.type != "cpu":
+            problem = f"quantized weights are for the CPU, not for {device}"
+        elif asked == GGUF and not is_gguf:
+            problem = "there are no blocks of a GGUF file to run; int8 is for any model"
+        if problem:
+            raise InvalidArgumentError([violation("quantization", asked, problem)], reason="UNSUPPORTED_QUANTIZATION")
     found = getattr(config, "quantization_config", None)
     if found:
         method = found.get("quant_method", found) if isinstance(found, dict) else found

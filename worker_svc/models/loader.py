@@ -12,6 +12,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from kernels.cpu import jit
+from kernels.matrix import new_weight
 from pagewire.engine import ModelInfo
 from pagewire.errors import InvalidArgumentError, violation
 from worker_svc.models import sources, tokenizer_files, weights
@@ -22,8 +24,10 @@ from worker_svc.models.gguf_files import OnFraction, gguf_progress, shared_gguf_
 from worker_svc.models.interface import Model
 from worker_svc.models.limits import check_quantization, choose_dtype, choose_max_model_len, dtype_name
 from worker_svc.models.native import Decoder
+from worker_svc.models.quantized_weights import GGUF, new_gguf_weight, new_int8_weight
 from worker_svc.models.rope import rope_tables
 from worker_svc.models.sources import ModelFiles
+from worker_svc.models.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 OnProgress = Callable[[str, float], None]
@@ -51,6 +55,8 @@ class _Plan:
     max_model_len: int
     is_dummy: bool
     native: DecoderConfig | None
+    quantization: str
+    """What the weights are in fact: empty where nothing can be compiled."""
 
 
 def load_model(
@@ -67,7 +73,8 @@ def load_model(
 ) -> LoadedModel:
     """Loads an alias, a local Hugging Face directory, a local GGUF file or a hub id.
 
-    Empty dtype: see choose_dtype. max_model_len 0: the model's limit. load_format "dummy" makes random weights, the
+    Empty dtype: see choose_dtype. quantization: empty (weights of that dtype), "int8", or "gguf", which runs a GGUF
+    file's own blocks. max_model_len 0: the model's limit. load_format "dummy" makes random weights, the
     same in every process. on_progress receives a stage for humans and the part done, 0 to 1.
     Raises NotFoundError, UnavailableError (hub out of reach) and InvalidArgumentError (broken files; an architecture,
     type or quantization that is not supported; the field is named).
@@ -83,7 +90,9 @@ def load_model(
 
         on_fraction(0.0)
         model = _native(plan, plan.native, on_fraction) if plan.native else _generic(plan, on_fraction)
-        progress("exporting the tokenizer", 0.9)
+        progress("compiling the CPU kernels, once per version of them", 0.9)
+        warm_up(model, f"{plan.architecture} in {dtype_name(plan.dtype)} {plan.quantization}".rstrip())
+        progress("exporting the tokenizer", 0.95)
         loaded = _describe(plan, model)
     progress("ready", 1.0)
     return loaded
@@ -111,28 +120,49 @@ def _plan(
             raise InvalidArgumentError([violation("load_format", load_format, f"{files.name} has {found} weights")])
     config = sources.read_config(files)
     architecture = sources.architecture_of(config)
-    check_quantization(quantization, config, architecture)
     torch_device = torch.device(device)
+    native, is_gguf = None if force_generic else decoder_config(architecture, config), bool(files.gguf_file)
+    check_quantization(
+        quantization,
+        config,
+        architecture,
+        is_native=native is not None,
+        is_gguf=is_gguf and not is_dummy,
+        device=torch_device,
+    )
+    if quantization and (problem := jit.unavailable()) is not None:
+        jit.warn_once(problem)
+        quantization = ""
     return _Plan(
         files=files,
         config=config,
         architecture=architecture,
-        dtype=choose_dtype(dtype, config, device=torch_device, is_gguf=bool(files.gguf_file)),
+        dtype=choose_dtype(dtype, config, device=torch_device, is_gguf=is_gguf, is_quantized=bool(quantization)),
         device=torch_device,
         max_model_len=choose_max_model_len(max_model_len, config),
         is_dummy=is_dummy,
-        native=None if force_generic else decoder_config(architecture, config),
+        native=native,
+        quantization=quantization,
     )
 
 
 def _native(plan: _Plan, config: DecoderConfig, on_fraction: OnFraction) -> Decoder:
     tables = rope_tables(plan.config, plan.max_model_len, plan.dtype)
-    decoder = Decoder(config, tables, dtype=plan.dtype, device=plan.device)
+    keeps_blocks = plan.quantization == GGUF
+    make = new_gguf_weight if keeps_blocks else new_int8_weight if plan.quantization else new_weight
+    decoder = Decoder(config, tables, dtype=plan.dtype, device=plan.device, new_weight=make)
     views = decoder.checkpoint_views()
     if plan.is_dummy:
         weights.fill_with_random(views.items())
     else:
-        weights.fill_from_files(views, plan.files, plan.config, is_tied=config.is_tied, on_fraction=on_fraction)
+        weights.fill_from_files(
+            views,
+            plan.files,
+            plan.config,
+            is_tied=config.is_tied,
+            on_fraction=on_fraction,
+            keep_blocks=keeps_blocks,
+        )
     return decoder
 
 
@@ -195,6 +225,7 @@ def _describe(plan: _Plan, model: Model) -> LoadedModel:
         weights_bytes=num_bytes,
         num_layers=len(model.kv_cache_specs()),
         is_native=isinstance(model, Decoder),
+        quantization=plan.quantization,
     )
     return LoadedModel(model, info, exported)
 

@@ -25,13 +25,13 @@ def fill_from_files(
     *,
     is_tied: bool,
     on_fraction: OnFraction,
+    keep_blocks: bool = False,
 ) -> None:
-    """Copies every tensor of a checkpoint to its view.
+    """Copies every tensor of a checkpoint to its view; keep_blocks: matrices of a GGUF file as they are there.
 
     Raises InvalidArgumentError naming the file for tensors that are missing, unknown or of another shape.
     """
-    # A GGUF file reports while it is dequantized, which comes before the first tensor.
-    tensors = gguf_tensors(files.path, config, on_fraction) if files.gguf_file else _safetensors(files)
+    tensors = gguf_tensors(files.path, config, on_fraction, keep_blocks) if files.gguf_file else _safetensors(files)
     missing = set(views)
     for name, tensor in tensors:
         view = views.get(name)
@@ -41,7 +41,8 @@ def fill_from_files(
             raise _bad(files, f"has a tensor {name} that the architecture does not know")
         if view.shape != tensor.shape:
             raise _bad(files, f"{name} has shape {tuple(tensor.shape)}, the configuration says {tuple(view.shape)}")
-        view.copy_(tensor)
+        # Only the views of a GgufWeight get blocks, and take them.
+        view.copy_(tensor)  # type: ignore[arg-type]
         missing.discard(name)
         if not files.gguf_file:
             on_fraction(1 - len(missing) / len(views))

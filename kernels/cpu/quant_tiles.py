@@ -1,0 +1,173 @@
+"""Products by AMX tiles for kernels: 32 activations times 32 weight rows, in int8 or in bfloat16.
+
+A tile is 16 rows of 64 bytes. Panels (see quant_dots) are tiles as they lie: 16 weight rows side by side, four bytes of
+each. Only for processors whose `features.isa()` is amx; the state of the tiles belongs to the thread that configured.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kernels.cpu.features import isa
+from kernels.cpu.quant_dots import I8, KINDS, fma, fours_of_group, load_half, offset, one_of, parts_of_panel
+from kernels.cpu.vectors import I64, V_F32, V_I32, constant, pointer, round_to_bfloat16
+
+TILE = 16
+BLOCK = 2 * TILE
+"""Activations and weight rows of one product."""
+_P8 = ir.PointerType(I8)
+
+
+@functools.cache
+def tile_configuration() -> torch.Tensor:
+    """What `configure_tiles` loads: eight full tiles (Intel's manual, LDTILECFG)."""
+    found = torch.zeros(64, dtype=torch.uint8)
+    found[0] = 1
+    found[16:32:2] = 64
+    found[48:56] = TILE
+    return found
+
+
+def _tile(number: int) -> Any:
+    return ir.Constant(I8, number)
+
+
+def _function(builder: Any, name: str, arguments: list[Any]) -> Any:
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), arguments), name)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def configure_tiles(typing_context: Any, address: Any) -> Any:
+    """Before the first tile product of a thread; its argument is the address of `tile_configuration`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if isa() == "amx":
+            builder.call(_function(builder, "llvm.x86.ldtilecfg", [_P8]), [builder.inttoptr(args[0], _P8)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def release_tiles(typing_context: Any) -> Any:
+    """After a thread's last tile product: the system then has no tiles to save."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if isa() == "amx":
+            builder.call(_function(builder, "llvm.x86.tilerelease", []), [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def tile_product(
+    typing_context: Any,
+    num_row_tiles: Any,
+    is_int8: Any,
+    x: Any,
+    x_stride: Any,
+    weights: Any,
+    panel_stride: Any,
+    steps: Any,
+    out: Any,
+) -> Any:
+    """16 or 32 activations times two panels, in int8 or in bfloat16.
+
+    num_row_tiles 1 or 2; is_int8 0 or 1; address of the activations, bytes from one to the next; address of the first
+    panel's numbers, bytes from panel to panel; number of 64-byte steps along k; address of the result
+    [16 * num_row_tiles, 32] in int32 or float32.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if isa() != "amx":
+            return context.get_dummy_value()
+        tiles, int8, *rest = args
+
+        def of_type(instruction: str) -> None:
+            one_of(builder, tiles, {n: lambda n=n: _product(builder, n, instruction, *rest) for n in (1, 2)})  # type: ignore[misc]
+
+        one_of(builder, int8, {0: lambda: of_type("tdpbf16ps"), 1: lambda: of_type("tdpbsud")})
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 8), codegen
+
+
+def _product(
+    builder: Any,
+    num_row_tiles: int,
+    instruction: str,
+    x: Any,
+    stride: Any,
+    weights: Any,
+    panels: Any,
+    steps: Any,
+    out: Any,
+) -> None:
+    rows, columns = range(num_row_tiles), range(2)
+    zero = _function(builder, "llvm.x86.tilezero", [I8])
+    load = _function(builder, "llvm.x86.tileloadd64", [I8, _P8, I64])
+    store = _function(builder, "llvm.x86.tilestored64", [I8, _P8, I64])
+    multiply = _function(builder, f"llvm.x86.{instruction}", [I8] * 3)
+    sums = {(i, j): _tile(2 * i + j) for i in rows for j in columns}
+    left, right = [_tile(4 + i) for i in rows], [_tile(6 + j) for j in columns]
+    for tile in sums.values():
+        builder.call(zero, [tile])
+    with cgutils.for_range(builder, steps) as loop:
+        along_x, along_w = (builder.shl(loop.index, ir.Constant(I64, n)) for n in (6, 10))
+        for j in columns:
+            place = builder.add(builder.add(weights, builder.mul(panels, ir.Constant(I64, j))), along_w)
+            builder.call(load, [right[j], builder.inttoptr(place, _P8), ir.Constant(I64, 64)])
+        for i in rows:
+            place = builder.add(builder.add(x, builder.mul(stride, ir.Constant(I64, TILE * i))), along_x)
+            builder.call(load, [left[i], builder.inttoptr(place, _P8), stride])
+            for j in columns:
+                builder.call(multiply, [sums[i, j], left[i], right[j]])
+    for (i, j), tile in sums.items():
+        place = builder.add(out, ir.Constant(I64, 4 * (TILE * i * BLOCK + TILE * j)))
+        builder.call(store, [tile, builder.inttoptr(place, _P8), ir.Constant(I64, 4 * BLOCK)])
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def unpack_panel(typing_context: Any, kind: Any, panel: Any, num_groups: Any, out: Any) -> Any:
+    """A grouped panel to bfloat16 [k / 2, 16 rows, 2], tiles as they lie.
+
+    The index of its kind in KINDS, its address, its number of groups, the address of the result. Per number:
+    number * scale + (minimum - zero * scale) in float32, then rounded.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind_, *rest = args
+        one_of(builder, kind_, {n: lambda n=n: _unpack(builder, *KINDS[n], *rest) for n in range(len(KINDS))})  # type: ignore[misc]
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
+
+
+def _unpack(builder: Any, bits: int, has_mins: bool, panel: Any, groups: Any, out: Any) -> None:
+    mins, weights = parts_of_panel(builder, panel, groups, has_mins)
+    with cgutils.for_range(builder, groups) as loop:
+        g32, g1024 = (builder.shl(loop.index, ir.Constant(I64, n)) for n in (5, 10))
+        scale = load_half(builder, builder.add(panel, g32))
+        if has_mins:
+            low = load_half(builder, builder.add(mins, g32))
+        else:
+            low = builder.fmul(scale, ir.Constant(V_F32, [-8.0 if bits == 4 else -128.0] * TILE))
+        numbers = builder.add(weights, builder.shl(loop.index, ir.Constant(I64, 8 if bits == 4 else 9)))
+        group_out = builder.add(out, g1024)
+        for i, four in enumerate(fours_of_group(builder, numbers, bits)):
+            halves = []
+            for byte in range(4):
+                number = builder.and_(builder.lshr(four, constant(8 * byte)), constant(255))
+                value = fma(builder, builder.sitofp(number, V_F32), scale, low)
+                halves.append(builder.zext(round_to_bfloat16(builder, value), V_I32))
+            for pair in range(2):
+                both = builder.or_(halves[2 * pair], builder.shl(halves[2 * pair + 1], constant(16)))
+                builder.store(both, pointer(builder, offset(builder, group_out, 64 * (2 * i + pair)), V_I32)).align = 4
