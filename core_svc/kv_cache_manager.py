@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from core_svc.block_hash import ROOT_HASH, hash_block
 from core_svc.block_pool import BlockPool, KVCacheBlock
 from core_svc.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from core_svc.request import Request
 from pagewire.columns import Int32Column
+
+MIN_COMING_TOKENS = 64
+"""So much of a prompt must be under way in another request for it to be waited for."""
 
 
 class KVCacheManager:
@@ -22,6 +27,8 @@ class KVCacheManager:
         self.enable_caching = enable_caching
         self._is_recording_events = is_recording_events
         self._events: list[KvEvent] = []
+        self._coming: Counter[bytes] = Counter()
+        """Hashes of the full blocks that admitted requests are about to compute, by number of requests."""
         on_removed = (
             (lambda block_hash: self._events.append(BlockRemoved((block_hash,)))) if is_recording_events else None
         )
@@ -51,6 +58,18 @@ class KVCacheManager:
             found.append(block)
         return found
 
+    def is_prefix_coming(self, request: Request, computed_blocks: list[KVCacheBlock]) -> bool:
+        """Whether other requests compute at least MIN_COMING_TOKENS tokens behind the cached prefix already.
+
+        Waiting for them costs a step or a few; computing them again costs their time and their memory twice.
+        """
+        if not self._coming:
+            return False
+        idx, end = len(computed_blocks), request.max_num_cached_tokens // self.block_size
+        while idx < end and self._block_hash(request, idx, request.token_ids) in self._coming:
+            idx += 1
+        return (idx - len(computed_blocks)) * self.block_size >= MIN_COMING_TOKENS
+
     def allocate(self, request: Request, num_new_blocks: int) -> list[int]:
         """Ids of the blocks that the request gets. Raises ValueError, and changes nothing, if too few are free."""
         blocks = self.pool.get_new_blocks(num_new_blocks)
@@ -70,7 +89,8 @@ class KVCacheManager:
             return None
         self.pool.touch(computed_blocks)
         request.blocks = list(computed_blocks)
-        request.num_cached_blocks = len(computed_blocks)
+        request.num_cached_blocks = request.num_announced_blocks = len(computed_blocks)
+        self._announce(request)
         new_block_ids = self.allocate(request, self.num_blocks_for(num_tokens) - len(computed_blocks))
         return [block.block_id for block in computed_blocks] + new_block_ids
 
@@ -89,11 +109,14 @@ class KVCacheManager:
             is_new = self.pool.cache_block(request.blocks[idx], self._block_hash(request, idx, token_ids))
             if is_new and self._is_recording_events:
                 self._events.append(self._stored(request, idx, token_ids))
+        self._withdraw(request, num_full_blocks)
         request.num_cached_blocks = num_full_blocks
 
     def free(self, request: Request) -> None:
         """Gives back all blocks of the request."""
         self.pool.free_blocks(request.blocks)
+        self._withdraw(request, request.num_announced_blocks)
+        request.num_announced_blocks = 0
         request.blocks = []
         request.num_cached_blocks = 0
 
@@ -109,6 +132,21 @@ class KVCacheManager:
         """The changes since the last call, in order."""
         events, self._events = self._events, []
         return events
+
+    def _announce(self, request: Request) -> None:
+        """Notes the full blocks that a request will have computed before it samples."""
+        if self.enable_caching:
+            request.num_announced_blocks = request.num_tokens // self.block_size
+            token_ids = request.token_ids
+            for idx in range(request.num_cached_blocks, request.num_announced_blocks):
+                self._coming[self._block_hash(request, idx, token_ids)] += 1
+
+    def _withdraw(self, request: Request, end: int) -> None:
+        """Takes back what was announced of the request's blocks that have no hash yet and are before `end`."""
+        for block_hash in request.block_hashes[request.num_cached_blocks : min(end, request.num_announced_blocks)]:
+            self._coming[block_hash] -= 1
+            if not self._coming[block_hash]:
+                del self._coming[block_hash]
 
     def _block_hash(self, request: Request, idx: int, token_ids: Int32Column) -> bytes:
         hashes, size = request.block_hashes, self.block_size

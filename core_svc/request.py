@@ -98,6 +98,8 @@ class Request:
     blocks: list[KVCacheBlock] = field(default_factory=list)
     num_cached_blocks: int = 0
     """Blocks, from the first on, that have a hash."""
+    num_announced_blocks: int = 0
+    """Blocks whose hashes others were told to wait for, see KVCacheManager."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Of full blocks; grows as it is asked for and outlives preemption."""
     next_prompt_logprob: int = 1

@@ -36,6 +36,9 @@ from pagewire.columns import Int32Column, int32
 from pagewire.engine import AbortReason, CoreStats
 from pagewire.plan import StepResult
 
+MAX_ASIDE = 256
+"""Requests that step aside in one step; looking at each takes time."""
+
 
 class PauseState(enum.Enum):
     """What schedule leaves out."""
@@ -236,10 +239,11 @@ class Scheduler:
         """Admits waiting requests in order while the next one's whole sequence fits; returns the rest of the budget.
 
         Blocks that running prefills still need are counted as taken: a long prompt admitted by its first chunk alone
-        would be preempted again and again.
+        would be preempted again and again. A request whose prefix another computes steps aside until it can be shared.
         """
         table, num_promised_blocks = self.table, -1
         admitted: list[Request] = []
+        aside: list[Request] = []
         numbers: list[tuple[int, int, int]] = []
         block_ids: list[int] = []
         while budget > 0 and self.num_running < self.config.max_num_seqs:
@@ -250,6 +254,10 @@ class Scheduler:
                 needed = self._blocks_beyond(table.num_tokens[table.running], table.num_kv_tokens[table.running])
                 num_promised_blocks = int(needed.sum())
             computed_blocks = self.kv.get_computed_blocks(request)
+            if len(aside) < MAX_ASIDE and self.kv.is_prefix_coming(request, computed_blocks):
+                self.waiting.remove(request)
+                aside.append(request)
+                continue
             num_computed = len(computed_blocks) * self.config.block_size
             num_new = min(request.num_tokens - num_computed, budget, self.config.long_prefill_token_threshold or budget)
             num_new = self._logprob_room.take(request, request.num_tokens, num_computed, num_new)
@@ -265,6 +273,8 @@ class Scheduler:
             numbers.append((num_new, num_computed, len(request_blocks)))
             block_ids += request_blocks
             budget -= num_new
+        for request in aside:
+            self.waiting.push(request)
         if admitted:
             slots = int32(request.slot for request in admitted)
             num_new_tokens, computed, num_blocks = (int32(column) for column in zip(*numbers, strict=True))

@@ -28,9 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     die_with_parent()
     bound_spinning()
     # Only now: torch takes seconds to import, and --help or a bad flag should not.
-    from worker_svc.compute import ComputeThread
+    from worker_svc.compute import ComputeThread, take_short_turns
     from worker_svc.process import serve
 
+    take_short_turns()
     compute = ComputeThread()
     try:
         status = asyncio.run(serve(settings, compute))

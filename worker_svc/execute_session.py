@@ -1,10 +1,28 @@
-"""One Execute stream: plans in order to the compute thread, results in order back, masks to the plans that wait."""
+"""One Execute stream: plans in order to the compute thread, results in order back, masks to the plans that wait.
+
+What a core that keeps two plans in flight can rely on:
+
+- Results come in the order of plans. The compute thread takes step N + 1 from its queue as soon as N has ended; the
+  event loop, which reads plans and writes results, has no part in between.
+- A plan is checked when its turn comes, against what the step before it left. A row of N + 1 starts at N's
+  num_computed_tokens plus what N scheduled of it, and may count on the token that N samples though the core doesn't
+  know it. A request that stopped in N is computed once more; its row's result is for the core to drop.
+- A row that failed by itself in N is skipped in N + 1, with the same error in its result's errors, until the core
+  releases the slot. No other row notices.
+- A step that fails as a whole (a StepFailure on the wire) has not happened: batch and slots are as before it. Plans
+  behind it fail too (code ABORTED, see Worker.execute), and have not happened either, until step N comes again. The
+  core may send its new plan for step N as soon as it sees N's failure; answers of the plans in between come first.
+- A gap that no failure explains, or a plan of another epoch, ends the stream with FAILED_PRECONDITION.
+- When the stream ends, plans that have not started will not run; the one that runs is finished, and the next stream's
+  Opened.next_step tells whether it was committed.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from pagewire.errors import (
@@ -79,10 +97,7 @@ class ExecuteSession:
     def submit_failure(self, epoch: int, step: int, error: PagewireError) -> None:
         """Reports a plan that could not be read, behind the results of the plans before it."""
 
-        def fail() -> StepResult:
-            raise error
-
-        self._queue(fail, (epoch, step))
+        self._queue(lambda: self._worker.refuse(epoch, step, error), (epoch, step))
 
     def put_mask(self, mask: GrammarMask) -> None:
         """Hands a mask to its plan. One that nobody waits for (its step has failed) is dropped."""
@@ -112,14 +127,14 @@ class ExecuteSession:
         """Returns when no plan is pending."""
         await self._idle.wait()
 
-    def _queue(self, execute: object, key: tuple[int, int]) -> None:
+    def _queue(self, execute: Callable[[], StepResult], key: tuple[int, int]) -> None:
         # Results count until they are taken: a core that sends and does not read must not fill the memory.
         if self.num_pending + self.outgoing.qsize() >= MAX_PENDING_PLANS:
             self.end(ResourceExhaustedError(f"more than {MAX_PENDING_PLANS} plans or results wait on the stream"))
             return
         self.num_pending += 1
         self._idle.clear()
-        future: Future[StepResult] = self._compute.submit(execute)  # type: ignore[arg-type]
+        future: Future[StepResult] = self._compute.submit(execute)
         future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._on_done, done, key))
 
     def _on_done(self, future: Future[StepResult], key: tuple[int, int]) -> None:

@@ -147,7 +147,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             asyncio.create_task(_prompt_heartbeats(session)),
         ]
         try:
-            next_step = await self._run(session.core_incarnation, lambda: self._worker.step + 1)
+            next_step = await self._run(session.core_incarnation, self._worker.begin_stream)
             yield wire.opened_to_proto(self._incarnation, next_step)
             while True:
                 item = await session.outgoing.get()

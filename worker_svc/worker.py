@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from pagewire.engine import ModelInfo
-from pagewire.errors import AbortedError, FailedPreconditionError, InvalidArgumentError, violation
+from pagewire.errors import AbortedError, FailedPreconditionError, InvalidArgumentError, PagewireError, violation
 from pagewire.plan import StepPlan, StepResult
 from worker_svc.batch import Batch
 from worker_svc.kv_pool import allocate_pool
@@ -66,19 +66,21 @@ class Worker:
         kv_cache_memory_bytes: int = 0,
         *,
         default_dtype: str = "",
+        default_quantization: str = "",
         default_max_model_len: int = 0,
         num_threads: int = 0,
     ) -> None:
         """What holds where the core says nothing.
 
-        kv_cache_memory_bytes is the pool's budget, 0 takes the default share. The type and the longest sequence
-        belong to the default model and hold only where the core leaves the model open.
+        kv_cache_memory_bytes is the pool's budget, 0 takes the default share. The type, the quantization and the
+        longest sequence belong to the default model and hold only where the core leaves the model open.
         """
         try:
             self._device = torch.device(device)
         except RuntimeError as error:
             raise InvalidArgumentError([violation("device", device, "must be cpu, cuda or cuda:<index>")]) from error
         self._default_model = default_model
+        self._default_quantization = default_quantization
         self._default_dtype, self._default_max_model_len = default_dtype, default_max_model_len
         self._kv_cache_memory_bytes = kv_cache_memory_bytes
         self._num_threads = num_threads
@@ -89,7 +91,7 @@ class Worker:
         self._profile_path = ""
         self._num_steps = 0
         self._step_ended_ns = 0
-        self._has_failed = False
+        self._failed_step = 0
         self._num_other_progress = 0
         self.epoch = 0
         """Epoch of the KV pool; 0 without one. `step` is the last one executed in it."""
@@ -130,6 +132,7 @@ class Worker:
         if not source:
             raise InvalidArgumentError([violation("model", model, "must be given: the worker has no default model")])
         if not model:
+            quantization = quantization or self._default_quantization
             dtype, max_model_len = dtype or self._default_dtype, max_model_len or self._default_max_model_len
         request = LoadRequest(source, revision, dtype, quantization, max_model_len, force_generic, load_format)
         if self._loaded is not None and request == self._load_request:
@@ -227,38 +230,60 @@ class Worker:
             vocab_size=loaded.model.vocab_size,
         )
         self._runner = ModelRunner(loaded.model, pool, batch)
-        self.epoch, self.step = epoch, 0
+        self.epoch, self.step, self._failed_step = epoch, 0, 0
         return pool.num_blocks, pool.bytes_per_block, pool.dtype
+
+    def begin_stream(self) -> int:
+        """A core is about to send plans, the first of which must be the step that is returned."""
+        self._failed_step = 0
+        return self.step + 1
 
     def execute(self, plan: StepPlan, await_grammar_mask: AwaitGrammarMask | None = None) -> StepResult:
         """Runs a plan, which must be the next step of the epoch. A step that fails as a whole has not happened.
 
-        The one that a core sent behind it in overlap, before it knew, fails with AbortedError.
+        A core may send plans before it knows how the steps before them ended. They count on those steps, so behind
+        step N that failed every later step fails with AbortedError (reason EARLIER_STEP_FAILED) and has not happened
+        either, until a plan comes for step N again. Any other gap is a FailedPreconditionError.
         """
         runner = self._runner
         if runner is None:
             raise FailedPreconditionError("there is no KV cache: InitializeCache comes first", reason="NO_CACHE")
-        if self._has_failed and (plan.epoch, plan.step) == (self.epoch, self.step + 2):
-            raise AbortedError(f"step {self.step + 1} failed: step {plan.step} has not happened either")
-        if plan.epoch != self.epoch or plan.step != self.step + 1:
-            raise FailedPreconditionError(
-                f"the plan is step {plan.step} of epoch {plan.epoch}, the worker expects step {self.step + 1} of "
-                f"epoch {self.epoch}",
-                reason="STEP_OUT_OF_ORDER",
-            )
+        self._check_order(plan)
         self.step_started_ns = time.monotonic_ns()
-        self._has_failed = True
         try:
             result = runner.execute(plan, await_grammar_mask)
             if self._step_ended_ns:
                 result.timings.idle_ns = self.step_started_ns - self._step_ended_ns
-            self.step = plan.step
-            self._has_failed = False
+            self.step, self._failed_step = plan.step, 0
             self._num_steps += 1
             return result
+        except BaseException:
+            self._failed_step = plan.step
+            raise
         finally:
             self._step_ended_ns = time.monotonic_ns()
             self.step_started_ns = 0
+
+    def refuse(self, epoch: int, step: int, error: PagewireError) -> NoReturn:
+        """Fails a step whose plan could not be read, as `execute` fails one that can't be run."""
+        if (epoch, step) == (self.epoch, self.step + 1):
+            self._failed_step = step
+        raise error
+
+    def _check_order(self, plan: StepPlan) -> None:
+        expected = self.step + 1
+        if plan.epoch == self.epoch and self._failed_step == expected < plan.step:
+            raise AbortedError(
+                f"step {plan.step} was planned behind step {expected}, which failed: the worker expects step "
+                f"{expected} again",
+                reason="EARLIER_STEP_FAILED",
+            )
+        if (plan.epoch, plan.step) != (self.epoch, expected):
+            raise FailedPreconditionError(
+                f"the plan is step {plan.step} of epoch {plan.epoch}, the worker expects step {expected} of "
+                f"epoch {self.epoch}",
+                reason="STEP_OUT_OF_ORDER",
+            )
 
     def sleep(self, level: int) -> int:
         """Drops the KV pool, and moves (level 1) or drops (level 2) the weights; returns the freed bytes.
@@ -331,7 +356,7 @@ class Worker:
         freed = 0 if self._runner is None else self._runner.pool.num_bytes
         self._num_other_progress = self.progress + 1
         self._runner = None
-        self._has_failed = False
+        self._failed_step = 0
         self.epoch = self.step = 0
         return freed
 

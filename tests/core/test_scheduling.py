@@ -552,3 +552,31 @@ def test_finished_tells_where_the_time_went() -> None:
     assert 10_000 <= first.prefill_us < 1_000_000 and 30_000 <= first.decode_us < 1_000_000
     assert second.queue_us >= first.prefill_us + first.decode_us > first.queue_us
     harness.executor.shutdown()
+
+
+def test_a_prompt_whose_prefix_another_request_computes_waits_for_it_and_shares_it() -> None:
+    """Both arrive before anything is cached; the second steps aside, is served from the cache, and holds up nobody."""
+    harness = Harness(max_num_batched_tokens=128)
+    shared = list(range(10, 138))
+    first, second = make_request(0, [*shared, 7], params(3)), make_request(1, [*shared, 8], params(3))
+    harness.add(first, second, make_request(2, 20, params(3)))
+    harness.step()
+    assert harness.live(1).num_computed_tokens == 0
+    harness.run()
+    assert harness.engine.stats().num_preemptions == 0
+    computed = sum(plan.total_num_scheduled_tokens for plan in harness.plans)
+    assert computed == 129 + 1 + 20 + 3 * 2, "the shared blocks are computed once"
+    for request in (first, second):
+        assert harness.of(request.request_id).tokens == expected_tokens(harness, request)
+    assert_engine_empty(harness)
+
+
+def test_a_prompt_that_waits_for_a_prefix_goes_on_when_its_computation_is_aborted() -> None:
+    harness = Harness(max_num_batched_tokens=64)
+    shared = list(range(10, 138))
+    harness.add(make_request(0, [*shared, 7], params(3)), make_request(1, [*shared, 8], params(3)))
+    harness.step()
+    harness.engine.abort("frontend-a", [0], AbortReason.CLIENT)
+    harness.run()
+    assert harness.of(1).reason is FinishReason.LENGTH
+    assert_engine_empty(harness)
