@@ -26,6 +26,7 @@ import numpy as np
 from core_svc.config import EngineConfig
 from core_svc.engine import EngineCore
 from core_svc.executor import ModelSpec
+from core_svc.executor_link import InFlight
 from core_svc.fake_executor import FakeExecutor, FakeOptions
 from core_svc.kv_event_log import KvEventLog
 from pagewire.engine import EngineRequest, StepOutputs
@@ -61,6 +62,7 @@ class Load:
         self.rng = np.random.default_rng(0)
         self.shared = self.rng.integers(10, 40_000, PROMPT_TOKENS // 2, dtype=np.int32)
         self.num_added = self.num_ended = 0
+        self.in_flight: InFlight | None = None
         model = executor.load_model(ModelSpec())
         log = KvEventLog()
         self.engine = EngineCore(executor, model, executor.cache, config, self.publish, on_kv_events=log.append)
@@ -74,7 +76,7 @@ class Load:
         self.num_ended += len(outputs.finished)
 
     def add(self, count: int) -> None:
-        """Adds requests; those of the mixed load start at random places of their lives."""
+        """Adds requests."""
         requests = []
         for _ in range(count):
             max_tokens = int(self.rng.integers(*MIXED_OUTPUTS)) if self.is_mixed else self.steady_tokens
@@ -97,11 +99,14 @@ class Load:
         if self.num_ended:
             count, self.num_ended = self.num_ended, 0
             self.add(count)
-        self.engine.step()
+        if self.is_sync:
+            self.engine.step()
+        else:
+            self.in_flight = self.engine.step_ahead(self.in_flight)
 
 
 def measure(num_running: int, num_steps: int, *, is_mixed: bool, is_sync: bool) -> dict[str, float]:
-    """Microseconds per running request and step, by part of the step; all but the executor's share for `core_us`."""
+    """Microseconds per running request and step, by part of the step; the whole step counts the fake worker too."""
     load = Load(num_running, num_steps, is_mixed=is_mixed, is_sync=is_sync)
     before, num_rows = load.engine.stats(), 0
     started = time.perf_counter()
