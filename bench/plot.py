@@ -36,7 +36,9 @@ def draw(figures: Sequence[Figure], path: Path) -> None:
     axes.axvline(1, color=TEXT, linewidth=0.8, linestyle=":")
     axes.set_yticks(range(len(rows)), [bar.what for bar, _ in rows], fontsize=9)
     axes.set_xlim(0, 1.14 * max(max(found.high, bar.limit) for bar, found in rows))
-    axes.set_xlabel("Pagewire / the other; upright mark: the bar (green: met); thin line: range over the passes", fontsize=9)
+    axes.set_xlabel(
+        "Pagewire / the other; upright mark: the bar (green: met); thin line: range over the passes", fontsize=9
+    )
     title = "Pagewire against its peers, same machine, same run (higher is better)"
     axes.set_title(title, fontsize=11, loc="left", color=TEXT)
     axes.spines[["top", "right", "left"]].set_visible(False)
