@@ -30,8 +30,8 @@ FAULTS = [
     Fault(
         "a block is freed twice",
         "core_svc/kv_cache_manager.py",
-        "        self.pool.free_blocks(request.blocks)\n        request.blocks = []\n",
-        "        self.pool.free_blocks(request.blocks)\n",
+        "        request.num_announced_blocks = 0\n        request.blocks = []\n",
+        "        request.num_announced_blocks = 0\n",
         (SCHEDULING,),
     ),
     Fault(
