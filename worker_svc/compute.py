@@ -11,10 +11,11 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-SWITCH_INTERVAL_S = 0.00002
+SWITCH_INTERVAL_S = 0.0002
 """How long the event loop may keep Python to itself while the compute thread, back from a kernel, waits for it."""
 
 
@@ -23,19 +24,54 @@ def take_short_turns() -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
+@dataclass(slots=True)
+class _Call:
+    """A call that waits for its turn, and what came of it."""
+
+    function: Callable[[], Any]
+    delivers: bool
+    future: Future[Any] = field(default_factory=Future)
+    value: Any = None
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.value = self.function()
+        except BaseException as error:
+            self.error = error
+
+    def deliver(self) -> None:
+        if self.error is not None:
+            self.future.set_exception(self.error)
+        else:
+            self.future.set_result(self.value)
+
+
 class ComputeThread:
-    """Runs what is submitted, one after another, in order."""
+    """Runs what is submitted, one after another, in order.
+
+    Who gets a result wakes up and takes Python for its own work, just when the next call wants to begin. So where the
+    next call is there already and promises to call `deliver` (submit's `delivers`), the result waits until it does,
+    which it should as soon as its own Python is done and the processor is busy without it.
+    """
 
     def __init__(self, name: str = "compute") -> None:
-        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._held: _Call | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, function: Callable[[], T]) -> Future[T]:
+    def submit(self, function: Callable[[], T], *, delivers: bool = False) -> Future[T]:
         """Queues a call; its result or exception is the future's. A future cancelled in time is not run."""
-        future: Future[T] = Future()
-        self._work.put((function, future))
-        return future
+        call = _Call(function, delivers)
+        self._work.put(call)
+        return call.future
+
+    def deliver(self) -> None:
+        """Hands out the result that is held back, if there is one. For the compute thread."""
+        if (held := self._held) is not None:
+            self._held = None
+            held.deliver()
 
     def close(self, timeout_s: float) -> bool:
         """Ends the thread after what is queued; whether it ended in time."""
@@ -44,13 +80,24 @@ class ComputeThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (item := self._work.get()) is not None:
-            function, future = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-            # The loop variables must not keep a model alive while the thread waits.
-            del item, function, future
+        call = self._work.get()
+        while call is not None:
+            if call.future.set_running_or_notify_cancel():
+                call.run()
+                self.deliver()  # the result before, if this call did not: results come in order
+                self._held = call
+            # The loop's variable must not keep a model alive while the thread waits.
+            del call
+            call = self._next()
+        self.deliver()
+
+    def _next(self) -> _Call | None:
+        """The next call; delivers what is held unless the call will."""
+        try:
+            call = self._work.get_nowait()
+        except queue.Empty:
+            self.deliver()
+            return self._work.get()
+        if call is None or not call.delivers:
+            self.deliver()
+        return call

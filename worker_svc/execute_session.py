@@ -3,7 +3,8 @@
 What a core that keeps two plans in flight can rely on:
 
 - Results come in the order of plans. The compute thread takes step N + 1 from its queue as soon as N has ended; the
-  event loop, which reads plans and writes results, has no part in between.
+  event loop, which reads plans and writes results, has no part in between. Where N + 1 is there by then, N's result
+  leaves when N + 1 is prepared and its forward pass begins, a fraction of a millisecond later (see ComputeThread).
 - A plan is checked when its turn comes, against what the step before it left. A row of N + 1 starts at N's
   num_computed_tokens plus what N scheduled of it, and may count on the token that N samples though the core doesn't
   know it. A request that stopped in N is computed once more; its row's result is for the core to drop.
@@ -88,7 +89,7 @@ class ExecuteSession:
             if self._is_ended:
                 raise AbortedError("the stream that brought the plan has ended")
             wait_ns = time.monotonic_ns() - arrived_ns
-            result = self._worker.execute(plan, lambda: _await_mask(mask))
+            result = self._worker.execute(plan, lambda: _await_mask(mask), self._compute.deliver)
             result.timings.wait_ns = wait_ns
             return result
 
@@ -134,7 +135,7 @@ class ExecuteSession:
             return
         self.num_pending += 1
         self._idle.clear()
-        future: Future[StepResult] = self._compute.submit(execute)
+        future: Future[StepResult] = self._compute.submit(execute, delivers=True)
         future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._on_done, done, key))
 
     def _on_done(self, future: Future[StepResult], key: tuple[int, int]) -> None:

@@ -46,8 +46,13 @@ class ModelRunner:
         return self._num_phases + self.pool.caches.num_reads
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, await_grammar_mask: AwaitGrammarMask | None = None) -> StepResult:
-        """Runs one step.
+    def execute(
+        self,
+        plan: StepPlan,
+        await_grammar_mask: AwaitGrammarMask | None = None,
+        on_prepared: Callable[[], None] | None = None,
+    ) -> StepResult:
+        """Runs one step; calls on_prepared when the forward pass is about to begin.
 
         Raises InvalidArgumentError for a plan that is wrong and InternalError for a computation that fails; the batch
         is as before then. A row that fails by itself is in the result's errors.
@@ -55,7 +60,7 @@ class ModelRunner:
         start_ns = time.monotonic_ns()
         rows, undo = self.batch.apply(plan)
         try:
-            return self._run(plan, rows, await_grammar_mask, start_ns)
+            return self._run(plan, rows, await_grammar_mask, on_prepared or _nothing, start_ns)
         except PagewireError:
             undo()
             raise
@@ -65,7 +70,12 @@ class ModelRunner:
             raise InternalError(f"{type(error).__name__}: {error}") from error
 
     def _run(
-        self, plan: StepPlan, rows: Rows, await_grammar_mask: AwaitGrammarMask | None, start_ns: int
+        self,
+        plan: StepPlan,
+        rows: Rows,
+        await_grammar_mask: AwaitGrammarMask | None,
+        on_prepared: Callable[[], None],
+        start_ns: int,
     ) -> StepResult:
         if len(plan.copy_sources) or len(plan.zero_block_ids):
             self._move_blocks(plan)
@@ -77,6 +87,7 @@ class ModelRunner:
         inputs = self._inputs.build(rows)
         self._num_phases += 1
         prepared_ns = time.monotonic_ns()
+        on_prepared()
         hidden = self.model.forward(inputs, self.pool.caches)
         self._num_phases += 1
         forward_ns = time.monotonic_ns()
@@ -218,3 +229,7 @@ class ModelRunner:
             limit = f"must be for this step, with one row of {words} words per sampled position of its slots"
             raise InvalidArgumentError([violation("grammar_mask", f"step {mask.step}", limit)], reason="BAD_PLAN")
         return mask
+
+
+def _nothing() -> None:
+    """Nobody waits for the preparation's end."""

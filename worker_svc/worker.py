@@ -238,9 +238,15 @@ class Worker:
         self._failed_step = 0
         return self.step + 1
 
-    def execute(self, plan: StepPlan, await_grammar_mask: AwaitGrammarMask | None = None) -> StepResult:
+    def execute(
+        self,
+        plan: StepPlan,
+        await_grammar_mask: AwaitGrammarMask | None = None,
+        on_prepared: Callable[[], None] | None = None,
+    ) -> StepResult:
         """Runs a plan, which must be the next step of the epoch. A step that fails as a whole has not happened.
 
+        on_prepared is called when the forward pass is about to begin, if there is one.
         A core may send plans before it knows how the steps before them ended. They count on those steps, so behind
         step N that failed every later step fails with AbortedError (reason EARLIER_STEP_FAILED) and has not happened
         either, until a plan comes for step N again. Any other gap is a FailedPreconditionError.
@@ -251,7 +257,7 @@ class Worker:
         self._check_order(plan)
         self.step_started_ns = time.monotonic_ns()
         try:
-            result = runner.execute(plan, await_grammar_mask)
+            result = runner.execute(plan, await_grammar_mask, on_prepared)
             if self._step_ended_ns:
                 result.timings.idle_ns = self.step_started_ns - self._step_ended_ns
             self.step, self._failed_step = plan.step, 0

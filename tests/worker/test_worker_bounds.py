@@ -23,7 +23,7 @@ def test_a_core_that_sends_and_does_not_read_is_cut_off():
         return StepPlan(1, step, *(np.empty(0, np.int32) for _ in range(6)))
 
     async def send_without_reading() -> ExecuteSession:
-        def execute(plan, await_mask):
+        def execute(plan, await_mask, on_prepared):
             return StepResult(plan.epoch, plan.step, EMPTY_INT32, EMPTY_INT32, EMPTY_INT32)
 
         session = ExecuteSession("core-1", 1, SimpleNamespace(execute=execute), compute)
