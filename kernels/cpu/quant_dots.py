@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu.features import isa
+from kernels.cpu.features import cpu_flags
 from kernels.cpu.vectors import (
     F32,
     I32,
@@ -35,6 +35,9 @@ I8 = ir.IntType(8)
 V_I8 = ir.VectorType(I8, WIDTH)
 GROUP = 32
 """Numbers along k that share a scale in a grouped weight; GGUF's block."""
+HAS_VNNI = {"avx512f", "avx512_vnni"} <= cpu_flags()
+"""Whether the processor sums four products of bytes by one instruction. What is compiled depends on the processor and
+not on `features.isa()`: compiled kernels are kept, and both ways give the same bits."""
 KINDS = ((4, False), (4, True), (8, False), (8, True))
 """Of grouped weights: bits, and whether a group has a minimum too. Without, 8 or 128 stands for 0."""
 ROW_COUNTS = (1, 2, 4)
@@ -53,7 +56,7 @@ def offset(builder: Any, address: Any, num_bytes: int) -> Any:
 
 def dot_fours(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
     """total + the sum over each lane's four bytes, unsigned weights times signed activations."""
-    if isa() != "generic":
+    if HAS_VNNI:
         return call(builder, "llvm.x86.avx512.vpdpbusd.512", V_I32, total, unsigned, signed)
     for byte in range(4):
         weight = builder.and_(builder.lshr(unsigned, constant(8 * byte)), constant(255))

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from kernels.cpu import quant_linear
+from kernels.cpu import quant_gather, quant_linear
 from kernels.cpu.lanes import KINDS as TYPES
 from kernels.cpu.quant_tiles import tile_configuration
 from kernels.cpu.team import team
@@ -61,3 +61,7 @@ class QuantizedProduct:
             spare_bytes,
             num_chunks,
         )
+
+    def gather(self, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """Fills out [n, in_features] with the weight's rows ids [n] int64; n is at least 1."""
+        quant_gather.gather(self._team.state, self._weight, ids.data_ptr(), len(ids), TYPES[out.dtype], out.data_ptr())

@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.cpu import jit
-from kernels.cpu.features import isa
+from kernels.cpu.features import cpu_flags
 from kernels.cpu.lanes import BFLOAT16, FLOAT16, FLOAT32, item_bytes, load
 from kernels.cpu.quant_dots import GROUP, I8, V_I8, load_as, offset, one_of
 from kernels.cpu.vectors import (
@@ -37,6 +37,7 @@ from kernels.cpu.vectors import (
     widen_bfloat16,
 )
 
+HAS_AVX512 = "avx512f" in cpu_flags()
 MOST = 127.0
 _MAGNITUDE = 0x7FFFFFFF
 _ITEM_BYTES = {FLOAT32: 4, BFLOAT16: 2, FLOAT16: 2}
@@ -71,7 +72,7 @@ def _store_scale(builder: Any, magnitudes: Any, address: Any) -> tuple[Any, Any]
 def _store_bytes(builder: Any, vector: Any, factor: Any, address: Any) -> Any:
     """Rounds vector * factor to nearest, ties to even, stores 16 bytes and returns them as int32."""
     scaled = builder.fmul(vector, broadcast(builder, factor))
-    if isa() != "generic":
+    if HAS_AVX512:
         lanes, rounding = ir.Constant(I16, -1), ir.Constant(I32, 4)
         wide = call(
             builder, "llvm.x86.avx512.mask.cvtps2dq.512", V_I32, scaled, ir.Constant(V_I32, None), lanes, rounding

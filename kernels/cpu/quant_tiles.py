@@ -15,10 +15,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu.features import isa
+from kernels.cpu.features import cpu_flags
 from kernels.cpu.quant_dots import I8, KINDS, fma, fours_of_group, load_half, offset, one_of, parts_of_panel
 from kernels.cpu.vectors import I64, V_F32, V_I32, constant, pointer, round_to_bfloat16
 
+HAS_TILES = {"amx_tile", "amx_bf16", "amx_int8"} <= cpu_flags()
+"""Whether tiles can be compiled; `features.isa()` says whether they may be used."""
 TILE = 16
 BLOCK = 2 * TILE
 """Activations and weight rows of one product."""
@@ -48,7 +50,7 @@ def configure_tiles(typing_context: Any, address: Any) -> Any:
     """Before the first tile product of a thread; its argument is the address of `tile_configuration`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if isa() == "amx":
+        if HAS_TILES:
             builder.call(_function(builder, "llvm.x86.ldtilecfg", [_P8]), [builder.inttoptr(args[0], _P8)])
         return context.get_dummy_value()
 
@@ -60,7 +62,7 @@ def release_tiles(typing_context: Any) -> Any:
     """After a thread's last tile product: the system then has no tiles to save."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if isa() == "amx":
+        if HAS_TILES:
             builder.call(_function(builder, "llvm.x86.tilerelease", []), [])
         return context.get_dummy_value()
 
@@ -87,7 +89,7 @@ def tile_product(
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if isa() != "amx":
+        if not HAS_TILES:
             return context.get_dummy_value()
         tiles, int8, *rest = args
 

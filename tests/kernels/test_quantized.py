@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gguf
+import numba
 import numpy as np
 import pytest
 import torch
 from kernel_cases import randn
 
 from kernels import quantized
-from kernels.cpu import features
+from kernels.cpu import features, quant_dots
 from kernels.quantized import ChannelWeight, GroupedWeight, QuantizedWeight, reference
 from worker_svc.models.gguf_files import BlockTensor
 from worker_svc.models.quantized_weights import GgufWeight
@@ -69,9 +70,14 @@ def test_a_row_has_the_same_bits_in_every_batch(isa: str, scheme: str) -> None:
     weight = made(scheme, [64], 128, torch.float32)
     x = randn(torch.Generator().manual_seed(4), 45, 128, dtype=torch.float32)
     alone = torch.cat([weight.multiply(row[None]) for row in x])
-    for count in (2, 16, 33, 45):
-        assert torch.equal(weight.multiply(x[:count]), alone[:count])
-        assert torch.equal(weight.multiply(x[45 - count :]), alone[45 - count :])
+    for count in (2, 4, 15, 16, 33, 45):
+        first = weight.multiply(x[:count])
+        if isa == "amx" and isinstance(weight, GroupedWeight) and count >= weight.TILES_FROM:
+            # In bfloat16 from here on, and again the same for every number of rows.
+            assert torch.equal(first, weight.multiply(x)[:count])
+        else:
+            assert torch.equal(first, alone[:count])
+            assert torch.equal(weight.multiply(x[45 - count :]), alone[45 - count :])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -82,6 +88,29 @@ def test_what_is_stored_is_near_what_was_given(scheme: str) -> None:
     assert relative_error(weight.unpacked(), given) < (0.12 if scheme.startswith("4") else 0.01)
     ids = torch.tensor([0, 32, 20, 19])
     assert torch.equal(weight.rows(ids), weight.unpacked()[ids])
+    with pytest.raises(IndexError, match=r"ids lie in \[0, 33\], the matrix has 33 rows"):
+        weight.rows(torch.tensor([0, 33]))
+
+
+def test_sums_are_the_same_without_instructions_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors without AVX512-VNNI: compiled anew as for them, for what the instructions give."""
+    values = torch.arange(64, dtype=torch.uint8).repeat(8).sub_(40).contiguous()
+    weights = torch.randint(256, (4, 64 * 16), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
+    start = torch.tensor([-1234, 0], dtype=torch.int32)
+    out = torch.empty(2, 2, 2, 16, dtype=torch.int32)
+    for way, has_vnni in enumerate((quant_dots.HAS_VNNI, False)):
+        monkeypatch.setattr(quant_dots, "HAS_VNNI", has_vnni)
+
+        @numba.njit  # type: ignore[untyped-decorator]
+        def product(x, starts, panels, result):  # type: ignore[no-untyped-def]
+            quant_dots.channel_pair(2, x, starts, 0, panels, 64 * 16, 16, result)
+
+        product(values.data_ptr(), start.data_ptr(), weights.data_ptr(), out[way].data_ptr())
+    numbers = weights[:2].view(2, 16, 16, 4).permute(0, 2, 1, 3).reshape(32, 64).int()
+    expected = -1234 + (numbers * values[:64].view(torch.int8).int()).sum(dim=1)
+    for way in range(2):
+        for row in range(2):
+            assert torch.equal(out[way, row].flatten(), expected.int())
 
 
 def test_zeros_stay_zeros(isa: str) -> None:
