@@ -25,9 +25,9 @@ from kernels.cpu.attention_rows import RESULT_EXTRA_BYTES
 from kernels.cpu.attention_tiles import scores_tiles, values_tiles
 from kernels.cpu.caches import caches
 from kernels.cpu.features import isa
-from kernels.cpu.lanes import BFLOAT16, KINDS, store_bfloat16
+from kernels.cpu.lanes import KINDS
 from kernels.cpu.team import share, team
-from kernels.cpu.vectors import get_int64, put_int64, store_float32
+from kernels.cpu.vectors import BFLOAT16, get_int64, put_int64, store_bfloat16, store_float32
 
 _MOST_FIRST_ITEMS = 4096
 _RESULTS_BYTES = 8 << 20

@@ -11,7 +11,7 @@ from kernels.cpu import attention_work as work
 from kernels.cpu.attention_blocks import SCORE_BYTES
 from kernels.cpu.attention_rows import LOG2_E, RESULT_EXTRA_BYTES, finish, join, make_weigh, transform
 from kernels.cpu.attention_work import MOST_ROWS, TILE_KEYS
-from kernels.cpu.lanes import copy_masked, item_bytes, load, part, prefetch_lines, scratch_memory, store_bfloat16
+from kernels.cpu.lanes import copy_masked, item_bytes, load, part, prefetch_lines, scratch_memory
 from kernels.cpu.vectors import (
     get_float32,
     get_int32,
@@ -21,6 +21,7 @@ from kernels.cpu.vectors import (
     put_int32,
     put_int64,
     splat,
+    store_bfloat16,
     store_float32,
 )
 

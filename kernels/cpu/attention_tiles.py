@@ -15,26 +15,17 @@ from numba.extending import intrinsic
 
 from kernels.cpu.attention_blocks import SCORE_BYTES
 from kernels.cpu.lanes import part
+from kernels.cpu.tiles import BYTES, byte, call_tile, load_configuration, release
 from kernels.cpu.vectors import I64, pointer
 
 _I8 = ir.IntType(8)
-_BYTES = ir.PointerType(_I8)
 _SUMS, _LEFT, _RIGHT = range(4), 4, (5, 6, 7)
 TILE_ROWS = 16
 _NUM_TILES = 4
 
 
-def _call(builder: Any, name: str, *args: Any) -> None:
-    function_type = ir.FunctionType(ir.VoidType(), [a.type for a in args])
-    builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"llvm.x86.{name}"), args)
-
-
-def _tile(number: int) -> Any:
-    return ir.Constant(_I8, number)
-
-
 def _at(builder: Any, base: Any, offset: int = 0) -> Any:
-    return builder.inttoptr(builder.add(base, ir.Constant(I64, offset)), _BYTES)
+    return builder.inttoptr(builder.add(base, ir.Constant(I64, offset)), BYTES)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -42,29 +33,12 @@ def _configure(typing_context: Any, rows: Any, left_bytes: Any, right_rows: Any)
     """Sets this thread's tiles: rows of the sums and of the left operand, its bytes, rows of the right operand."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        config = cgutils.alloca_once(builder, ir.ArrayType(_I8, 64))
-        config.align = 64
-        builder.store(ir.Constant(config.type.pointee, [1] + [0] * 63), config)
         rows, left_bytes, right_rows = (builder.trunc(a, _I8) for a in args)
-        sizes = [(rows, _tile(64)) for _ in _SUMS] + [(rows, left_bytes)] + [(right_rows, _tile(64)) for _ in _RIGHT]
-        for tile, (height, width) in enumerate(sizes):
-            for place, value in ((16 + 2 * tile, width), (48 + tile, height)):
-                builder.store(value, cgutils.gep_inbounds(builder, config, 0, place))
-        _call(builder, "ldtilecfg", builder.bitcast(config, _BYTES))
+        sizes = [(rows, byte(64)) for _ in _SUMS] + [(rows, left_bytes)] + [(right_rows, byte(64)) for _ in _RIGHT]
+        load_configuration(builder, sizes)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def release(typing_context: Any) -> Any:
-    """Lets go of this thread's tiles: a switch of threads need not save them."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _call(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -77,18 +51,18 @@ def _score_tiles(
         keys, stride, steps, query, query_stride, out = args
         groups = [builder.load(pointer(builder, builder.add(keys, ir.Constant(I64, 8 * i)), I64)) for i in _SUMS]
         for tile in _SUMS:
-            _call(builder, "tilezero", _tile(tile))
+            call_tile(builder, "tilezero", byte(tile))
         step_bytes = builder.shl(stride, ir.Constant(I64, 4))
         with cgutils.for_range(builder, steps) as loop:
             left = builder.add(query, builder.shl(loop.index, ir.Constant(I64, 6)))
-            _call(builder, "tileloadd64", _tile(_LEFT), _at(builder, left), query_stride)
+            call_tile(builder, "tileloadd64", byte(_LEFT), _at(builder, left), query_stride)
             for tile, group in enumerate(groups):
-                right = _tile(_RIGHT[tile % len(_RIGHT)])
+                right = byte(_RIGHT[tile % len(_RIGHT)])
                 place = builder.add(group, builder.mul(loop.index, step_bytes))
-                _call(builder, "tileloadd64", right, _at(builder, place), stride)
-                _call(builder, "tdpbf16ps", _tile(tile), _tile(_LEFT), right)
+                call_tile(builder, "tileloadd64", right, _at(builder, place), stride)
+                call_tile(builder, "tdpbf16ps", byte(tile), byte(_LEFT), right)
         for tile in _SUMS:
-            _call(builder, "tilestored64", _tile(tile), _at(builder, out, 64 * tile), ir.Constant(I64, SCORE_BYTES))
+            call_tile(builder, "tilestored64", byte(tile), _at(builder, out, 64 * tile), ir.Constant(I64, SCORE_BYTES))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), codegen
@@ -104,18 +78,18 @@ def _value_tiles(num_tiles: int) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             values, groups, inset, line, weights, out, out_stride = args
             for tile in range(num_tiles):
-                _call(builder, "tilezero", _tile(tile))
+                call_tile(builder, "tilezero", byte(tile))
             with cgutils.for_range(builder, groups) as loop:
                 address = builder.add(values, builder.shl(loop.index, ir.Constant(I64, 3)))
                 group = builder.add(builder.load(pointer(builder, address, I64)), inset)
                 left = builder.add(weights, builder.shl(loop.index, ir.Constant(I64, 5)))
-                _call(builder, "tileloadd64", _tile(_LEFT), _at(builder, left), ir.Constant(I64, SCORE_BYTES))
+                call_tile(builder, "tileloadd64", byte(_LEFT), _at(builder, left), ir.Constant(I64, SCORE_BYTES))
                 for tile in range(num_tiles):
-                    right = _tile(_RIGHT[tile % len(_RIGHT)])
-                    _call(builder, "tileloadd64", right, _at(builder, group, 64 * tile), line)
-                    _call(builder, "tdpbf16ps", _tile(tile), _tile(_LEFT), right)
+                    right = byte(_RIGHT[tile % len(_RIGHT)])
+                    call_tile(builder, "tileloadd64", right, _at(builder, group, 64 * tile), line)
+                    call_tile(builder, "tdpbf16ps", byte(tile), byte(_LEFT), right)
             for tile in range(num_tiles):
-                _call(builder, "tilestored64", _tile(tile), _at(builder, out, 64 * tile), out_stride)
+                call_tile(builder, "tilestored64", byte(tile), _at(builder, out, 64 * tile), out_stride)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), codegen

@@ -166,7 +166,8 @@ def _emit(builder: Any, element: _Element, num_rows: int, columns: range, args: 
 _WIDENED = _Widened(_widen_bfloat16)
 # What the processor can't do can't be compiled either; nothing asks for it then.
 _ELEMENTS = (_Float32(), _WIDENED, _Widened(_widen_float16), _Pairs() if "avx512_bf16" in cpu_flags() else _WIDENED)
-FLOAT32, BFLOAT16, FLOAT16, PAIRS = range(len(_ELEMENTS))
+PAIRS = len(_ELEMENTS) - 1
+"""The element behind the kinds FLOAT32, BFLOAT16 and FLOAT16: bfloat16 by the processor's dot products of pairs."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -6,6 +6,7 @@ splits its work into chunks that a team of threads takes (team.py).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import hashlib
@@ -13,6 +14,8 @@ import importlib.util
 import logging
 import os
 import re
+import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -109,27 +112,41 @@ _cache_dir: Path | None = None
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels lie: a folder per state of these sources, because numba looks at one file's age only.
+    """Where compiled kernels lie: a folder per state of the sources of `kernels`, because numba looks at one file's age
+    only, and a kernel holds constants and parts of others.
 
-    $PAGEWIRE_KERNEL_CACHE, or pagewire/kernels in the user's cache folder; a temporary folder where that can't be
-    written.
+    $PAGEWIRE_KERNEL_CACHE, or pagewire/kernels in the user's cache folder; a temporary folder of this process where
+    that can't be written, or belongs to another user: what lies there is run.
     """
     global _cache_dir
-    if _cache_dir is not None:
-        return _cache_dir
+    if _cache_dir is None:
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / "kernels"
+        wanted = Path(os.environ.get(CACHE_VARIABLE) or default) / _sources_digest(Path(__file__).parent.parent)
+        if problem := _unusable(wanted):
+            _cache_dir = Path(tempfile.mkdtemp(prefix="pagewire-kernels-"))
+            atexit.register(shutil.rmtree, _cache_dir, ignore_errors=True)
+            logger.warning("compiled kernels can't be kept in %s (%s); each start compiles them anew", wanted, problem)
+        else:
+            _cache_dir = wanted
+    return _cache_dir
+
+
+def _sources_digest(package: Path) -> str:
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.name.encode() + source.read_bytes())
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire" / "kernels"
-    wanted = Path(os.environ.get(CACHE_VARIABLE) or default) / digest.hexdigest()[:16]
+    for source in sorted(package.rglob("*.py")):
+        digest.update(str(source.relative_to(package)).encode() + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _unusable(folder: Path) -> str:
+    """Makes the folder; why kernels can't be kept in it, or nothing."""
     try:
-        wanted.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=wanted):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass
+        status = folder.stat()
     except OSError as error:
-        fallback = Path(tempfile.gettempdir()) / f"pagewire-kernels-{os.getuid()}" / digest.hexdigest()[:16]
-        logger.warning("compiled kernels can't be kept in %s (%s); using %s", wanted, error, fallback)
-        fallback.mkdir(parents=True, exist_ok=True)
-        wanted = fallback
-    _cache_dir = wanted
-    return wanted
+        return str(error)
+    if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
+        return "others may write to it"
+    return ""

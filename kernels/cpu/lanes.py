@@ -17,10 +17,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.cpu import jit
-from kernels.cpu.dots import V_PAIRS
-from kernels.cpu.features import cpu_flags
 from kernels.cpu.vectors import (
+    BFLOAT16,
     F32,
+    FLOAT16,
+    FLOAT32,
     I16,
     I32,
     I64,
@@ -35,18 +36,20 @@ from kernels.cpu.vectors import (
     load_bfloat16,
     load_float16,
     load_float32,
+    narrow_float16,
     pointer,
+    round_bfloat16,
+    round_float16,
     round_to_bfloat16,
+    store_bfloat16,
     store_float16,
     store_float32,
     widen_bfloat16,
+    widen_float16,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-_HAS_BFLOAT16 = "avx512_bf16" in cpu_flags()
-_V_HALF = ir.VectorType(ir.HalfType(), WIDTH)
 _V_BOOL = ir.VectorType(ir.IntType(1), WIDTH)
 _LANES = ir.Constant(V_I32, list(range(WIDTH)))
 
@@ -99,41 +102,13 @@ def _same(builder: Any, vector: Any) -> Any:
     return vector
 
 
-def _from_float16(builder: Any, bits: Any) -> Any:
-    return builder.fpext(builder.bitcast(bits, _V_HALF), V_F32)
-
-
-def _to_float16(builder: Any, vector: Any) -> Any:
-    return builder.bitcast(builder.fptrunc(vector, _V_HALF), V_I16)
-
-
-def _to_bfloat16(builder: Any, vector: Any) -> Any:
-    """To the bits of the nearest bfloat16; by one instruction where there is one (it takes subnormal numbers for 0)."""
-    if not _HAS_BFLOAT16:
-        return round_to_bfloat16(builder, vector)
-    narrowed = call(builder, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(V_PAIRS.element, WIDTH), vector)
-    return builder.bitcast(narrowed, V_I16)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def store_bfloat16(typing_context: Any, address: Any, vector: Any) -> Any:
-    """Stores 16 numbers as the nearest bfloat16."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        stored = builder.store(_to_bfloat16(builder, args[1]), pointer(builder, args[0], V_I16))
-        stored.align = 2
-        return context.get_dummy_value()
-
-    return types.void(types.int64, float32x16), codegen
-
-
 # The first `count` lanes alone touch memory; the others are 0.
 _load_first_float32 = _load_first("v16f32", F32, V_F32, _same)
 _load_first_bfloat16 = _load_first("v16i16", I16, V_I16, widen_bfloat16)
-_load_first_float16 = _load_first("v16i16", I16, V_I16, _from_float16)
+_load_first_float16 = _load_first("v16i16", I16, V_I16, widen_float16)
 _store_first_float32 = _store_first("v16f32", F32, _same)
-_store_first_bfloat16 = _store_first("v16i16", I16, _to_bfloat16)
-_store_first_float16 = _store_first("v16i16", I16, _to_float16)
+_store_first_bfloat16 = _store_first("v16i16", I16, round_to_bfloat16)
+_store_first_float16 = _store_first("v16i16", I16, narrow_float16)
 
 
 @jit.inlined
@@ -187,23 +162,13 @@ def _one_vector(emit: Callable[[Any, Any], Any]) -> Any:
     return operation
 
 
-def _rounded(to: Callable[[Any, Any], Any], back: Callable[[Any, Any], Any]) -> Any:
-    return _one_vector(lambda builder, x: back(builder, to(builder, x)))
-
-
-_round_to_bfloat16, _round_to_float16 = (
-    _rounded(_to_bfloat16, widen_bfloat16),
-    _rounded(_to_float16, _from_float16),
-)
-
-
 @jit.inlined
 def rounded(kind, vector):  # type: ignore[no-untyped-def]
     """float32 to the nearest numbers of a kind, as float32."""
     if kind == BFLOAT16:
-        return _round_to_bfloat16(vector)
+        return round_bfloat16(vector)
     if kind == FLOAT16:
-        return _round_to_float16(vector)
+        return round_float16(vector)
     return vector
 
 
@@ -303,17 +268,6 @@ def scratch_memory(typing_context: Any, num_bytes: Any) -> Any:
         return builder.ptrtoint(memory, I64)
 
     return types.int64(num_bytes), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def put_uint16(typing_context: Any, address: Any, value: Any) -> Any:
-    """Stores 16 bits."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[1], pointer(builder, args[0], I16))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.uint16), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -20,10 +20,9 @@ from __future__ import annotations
 import torch
 
 from kernels.cpu import features, product, rows
-from kernels.cpu.dots import BFLOAT16, FLOAT16, FLOAT32, PAIRS
+from kernels.cpu.dots import PAIRS
+from kernels.cpu.lanes import KINDS
 from kernels.cpu.team import team
-
-_ELEMENTS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 
 class Product:
@@ -39,14 +38,14 @@ class Product:
         is_gated: bool,
         dtype: torch.dtype,
     ) -> None:
-        element, chunk = _ELEMENTS[dtype], product.vector_chunk
+        element, chunk = KINDS[dtype], product.vector_chunk
         if dtype == torch.bfloat16 and features.isa() != "generic":
             element = PAIRS
             chunk = product.tile_chunk if features.isa() == "amx" else chunk
         steps = padded_k // (1 if dtype == torch.float32 else 2)
         self._team, self._address, self._panel_bytes = team(), address, panel_bytes
         words = [address, panel_bytes, num_panels, steps, num_columns, int(is_gated), element]
-        words += [_ELEMENTS[dtype], padded_k * dtype.itemsize, chunk.address, self._team.state, self._team.size]
+        words += [KINDS[dtype], padded_k * dtype.itemsize, chunk.address, self._team.state, self._team.size]
         self._words = torch.tensor(words, dtype=torch.int64)
         self._weight = self._words.data_ptr()
 

@@ -18,10 +18,13 @@ from numba.extending import intrinsic
 
 from kernels.cpu import jit
 from kernels.cpu.features import cpu_flags
-from kernels.cpu.lanes import BFLOAT16, FLOAT16, FLOAT32, item_bytes, load
+from kernels.cpu.lanes import item_bytes, load
 from kernels.cpu.quant_dots import GROUP, I8, V_I8, load_as, offset, one_of
 from kernels.cpu.vectors import (
+    BFLOAT16,
     F32,
+    FLOAT16,
+    FLOAT32,
     I16,
     I32,
     I64,
@@ -35,6 +38,7 @@ from kernels.cpu.vectors import (
     pointer,
     store_bfloat16,
     widen_bfloat16,
+    widen_float16,
 )
 
 HAS_AVX512 = "avx512f" in cpu_flags()
@@ -50,7 +54,7 @@ def _widen(builder: Any, address: Any, kind: int) -> Any:
     bits = load_as(builder, address, V_I16, 2)
     if kind == BFLOAT16:
         return widen_bfloat16(builder, bits)
-    return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), WIDTH)), V_F32)
+    return widen_float16(builder, bits)
 
 
 def _larger(builder: Any, most: Any, vector: Any) -> Any:

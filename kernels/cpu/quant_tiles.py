@@ -16,7 +16,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.cpu.features import cpu_flags
-from kernels.cpu.quant_dots import I8, KINDS, fma, fours_of_group, load_half, offset, one_of, parts_of_panel
+from kernels.cpu.quant_dots import KINDS, fma, fours_of_group, load_half, offset, one_of, parts_of_panel
+from kernels.cpu.tiles import BYTES, byte, call_tile
 from kernels.cpu.vectors import I64, V_F32, V_I32, constant, pointer, round_to_bfloat16
 
 HAS_TILES = {"amx_tile", "amx_bf16", "amx_int8"} <= cpu_flags()
@@ -24,7 +25,6 @@ HAS_TILES = {"amx_tile", "amx_bf16", "amx_int8"} <= cpu_flags()
 TILE = 16
 BLOCK = 2 * TILE
 """Activations and weight rows of one product."""
-_P8 = ir.PointerType(I8)
 
 
 @functools.cache
@@ -37,21 +37,13 @@ def tile_configuration() -> torch.Tensor:
     return found
 
 
-def _tile(number: int) -> Any:
-    return ir.Constant(I8, number)
-
-
-def _function(builder: Any, name: str, arguments: list[Any]) -> Any:
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), arguments), name)
-
-
 @intrinsic  # type: ignore[untyped-decorator]
 def configure_tiles(typing_context: Any, address: Any) -> Any:
     """Before the first tile product of a thread; its argument is the address of `tile_configuration`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if HAS_TILES:
-            builder.call(_function(builder, "llvm.x86.ldtilecfg", [_P8]), [builder.inttoptr(args[0], _P8)])
+            call_tile(builder, "ldtilecfg", builder.inttoptr(args[0], BYTES))
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -63,7 +55,7 @@ def release_tiles(typing_context: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if HAS_TILES:
-            builder.call(_function(builder, "llvm.x86.tilerelease", []), [])
+            call_tile(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -114,27 +106,23 @@ def _product(
     out: Any,
 ) -> None:
     rows, columns = range(num_row_tiles), range(2)
-    zero = _function(builder, "llvm.x86.tilezero", [I8])
-    load = _function(builder, "llvm.x86.tileloadd64", [I8, _P8, I64])
-    store = _function(builder, "llvm.x86.tilestored64", [I8, _P8, I64])
-    multiply = _function(builder, f"llvm.x86.{instruction}", [I8] * 3)
-    sums = {(i, j): _tile(2 * i + j) for i in rows for j in columns}
-    left, right = [_tile(4 + i) for i in rows], [_tile(6 + j) for j in columns]
+    sums = {(i, j): byte(2 * i + j) for i in rows for j in columns}
+    left, right = [byte(4 + i) for i in rows], [byte(6 + j) for j in columns]
     for tile in sums.values():
-        builder.call(zero, [tile])
+        call_tile(builder, "tilezero", tile)
     with cgutils.for_range(builder, steps) as loop:
         along_x, along_w = (builder.shl(loop.index, ir.Constant(I64, n)) for n in (6, 10))
         for j in columns:
             place = builder.add(builder.add(weights, builder.mul(panels, ir.Constant(I64, j))), along_w)
-            builder.call(load, [right[j], builder.inttoptr(place, _P8), ir.Constant(I64, 64)])
+            call_tile(builder, "tileloadd64", right[j], builder.inttoptr(place, BYTES), ir.Constant(I64, 64))
         for i in rows:
             place = builder.add(builder.add(x, builder.mul(stride, ir.Constant(I64, TILE * i))), along_x)
-            builder.call(load, [left[i], builder.inttoptr(place, _P8), stride])
+            call_tile(builder, "tileloadd64", left[i], builder.inttoptr(place, BYTES), stride)
             for j in columns:
-                builder.call(multiply, [sums[i, j], left[i], right[j]])
+                call_tile(builder, instruction, sums[i, j], left[i], right[j])
     for (i, j), tile in sums.items():
         place = builder.add(out, ir.Constant(I64, 4 * (TILE * i * BLOCK + TILE * j)))
-        builder.call(store, [tile, builder.inttoptr(place, _P8), ir.Constant(I64, 4 * BLOCK)])
+        call_tile(builder, "tilestored64", tile, builder.inttoptr(place, BYTES), ir.Constant(I64, 4 * BLOCK))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -166,8 +154,8 @@ def _unpack(builder: Any, bits: int, has_mins: bool, panel: Any, groups: Any, ou
         group_out = builder.add(out, g1024)
         for i, four in enumerate(fours_of_group(builder, numbers, bits)):
             halves = []
-            for byte in range(4):
-                number = builder.and_(builder.lshr(four, constant(8 * byte)), constant(255))
+            for place in range(4):
+                number = builder.and_(builder.lshr(four, constant(8 * place)), constant(255))
                 value = fma(builder, builder.sitofp(number, V_F32), scale, low)
                 halves.append(builder.zext(round_to_bfloat16(builder, value), V_I32))
             for pair in range(2):

@@ -10,18 +10,26 @@ from kernels.cpu import jit
 from kernels.cpu.caches import caches
 from kernels.cpu.call import Arguments
 from kernels.cpu.lanes import (
-    FLOAT32,
     KINDS,
     item_bytes,
     load,
     merge_halves,
-    put_uint16,
     scratch_memory,
     store,
 )
 from kernels.cpu.norm import inverse_root_mean_square, scale_row
 from kernels.cpu.team import share, team
-from kernels.cpu.vectors import fma, get_float32, get_int32, get_int64, get_uint16, put_int32, splat
+from kernels.cpu.vectors import (
+    FLOAT32,
+    fma,
+    get_float32,
+    get_int32,
+    get_int64,
+    get_uint16,
+    put_int32,
+    put_uint16,
+    splat,
+)
 
 (
     _QUERY,

@@ -19,6 +19,8 @@ from kernels.cpu.features import cpu_flags
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 WIDTH = 16
 V_F32, V_I16, V_I32 = (ir.VectorType(element, WIDTH) for element in (F32, I16, I32))
+FLOAT32, BFLOAT16, FLOAT16 = range(3)
+"""Kinds: how numbers lie in memory, where a kernel is told so at run time."""
 
 
 class Float32x16(types.Type):
@@ -107,17 +109,19 @@ def round_to_bfloat16(builder: Any, vector: Any) -> Any:
     return builder.trunc(builder.select(is_nan, constant(0x7FC0), rounded), V_I16)
 
 
-def _widen_float16(builder: Any, bits: Any) -> Any:
+def widen_float16(builder: Any, bits: Any) -> Any:
+    """16 float16 as bits to float32."""
     return builder.fpext(builder.bitcast(bits, ir.VectorType(ir.HalfType(), WIDTH)), V_F32)
 
 
-def _narrow_float16(builder: Any, vector: Any) -> Any:
+def narrow_float16(builder: Any, vector: Any) -> Any:
+    """float32 to the bits of the nearest float16."""
     return builder.bitcast(builder.fptrunc(vector, ir.VectorType(ir.HalfType(), WIDTH)), V_I16)
 
 
 load_float32 = _unary_load(lambda builder, loaded: loaded, F32)
 load_bfloat16 = _unary_load(widen_bfloat16, I16)
-load_float16 = _unary_load(_widen_float16, I16)
+load_float16 = _unary_load(widen_float16, I16)
 
 
 def _store(narrow: Callable[[Any, Any], Any], align: int) -> Any:
@@ -136,7 +140,7 @@ def _store(narrow: Callable[[Any, Any], Any], align: int) -> Any:
 
 store_float32 = _store(lambda builder, vector: vector, 4)
 store_bfloat16 = _store(round_to_bfloat16, 2)
-store_float16 = _store(_narrow_float16, 2)
+store_float16 = _store(narrow_float16, 2)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -333,7 +337,7 @@ def _rounding(narrow: Callable[[Any, Any], Any], widen: Callable[[Any, Any], Any
 
 round_bfloat16 = _rounding(round_to_bfloat16, widen_bfloat16)
 """To the nearest bfloat16, as float32."""
-round_float16 = _rounding(_narrow_float16, _widen_float16)
+round_float16 = _rounding(narrow_float16, widen_float16)
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]

@@ -1,0 +1,55 @@
+"""Where compiled kernels are kept, and when they are compiled anew."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kernels.cpu import jit
+
+PACKAGE = Path(jit.__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def no_folder_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit, "_cache_dir", None)
+
+
+def test_the_folder_is_the_users_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(jit.CACHE_VARIABLE, raising=False)
+    assert jit.cache_dir().parent == tmp_path / "cache" / "pagewire" / "kernels"
+    monkeypatch.setattr(jit, "_cache_dir", None)
+    monkeypatch.setenv(jit.CACHE_VARIABLE, str(tmp_path / "mine"))
+    assert jit.cache_dir().parent == tmp_path / "mine"
+
+
+@pytest.mark.parametrize("changed", ["weights.py", "cpu/vectors.py"])
+def test_any_source_of_the_package_changes_the_folder(tmp_path: Path, changed: str) -> None:
+    """Kernels of cpu/ hold constants of files beside it, such as UNIT_BITS, whose change numba does not see."""
+    copy = tmp_path / "kernels"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    before = jit._sources_digest(copy)
+    assert before == jit._sources_digest(copy)
+    (copy / changed).write_text((copy / changed).read_text() + "\nX = 1\n")
+    assert jit._sources_digest(copy) != before
+
+
+@pytest.mark.parametrize("problem", ["a file", "open to all"])
+def test_a_folder_that_cannot_be_trusted_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, problem: str
+) -> None:
+    chosen = tmp_path / "chosen"
+    if problem == "a file":
+        chosen.write_text("")
+    else:
+        (chosen / jit._sources_digest(PACKAGE)).mkdir(parents=True)
+        (chosen / jit._sources_digest(PACKAGE)).chmod(0o777)
+    monkeypatch.setenv(jit.CACHE_VARIABLE, str(chosen))
+    with caplog.at_level(logging.WARNING):
+        used = jit.cache_dir()
+    assert chosen not in used.parents and used.is_dir() and used.stat().st_mode & 0o077 == 0
+    assert "compiled kernels can't be kept in" in caplog.text
