@@ -11,7 +11,7 @@ Order: under fcfs by arrival at the core; under priority by (priority, arrival a
 smaller first. The table's `running` is in this order, so that the last of it is the one to preempt when blocks run
 out; who is preempted is settled before any row is planned. The first of it can always take the blocks of all others,
 so every step moves somebody. A waiting request never preempts a running one, whatever its priority: it waits for
-blocks and a slot, at the head of the queue, and nobody overtakes it there.
+blocks and a slot at the head of the queue, where it is overtaken only while a running request computes its prefix.
 """
 
 from __future__ import annotations

@@ -233,6 +233,7 @@ def assert_engine_empty(harness: Harness) -> None:
     assert scheduler.waiting.peek() is None
     assert scheduler.kv.pool.num_free_blocks == scheduler.kv.pool.num_usable_blocks
     assert all(block.ref_cnt == 0 for block in scheduler.kv.pool.blocks)
+    assert not scheduler.kv._coming, "nobody is about to compute a block"
     assert not harness.executor.used_slots, "an empty step flushes the released slots"
     assert not scheduler.has_work
     assert all(got.finished is not None for got in harness.collected.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SCHEDULING = "tests/core/test_scheduling.py"
+ADMISSION = "tests/core/test_admission.py"
 POOL = "tests/core/test_block_pool.py"
 KV = "tests/core/test_kv_cache_manager.py"
 HASH = "tests/core/test_block_hash.py"
@@ -186,14 +187,14 @@ FAULTS = [
         "core_svc/kv_cache_manager.py",
         "        num_from_free = self.num_blocks_for(request.num_tokens) - len(computed_blocks)\n",
         "        num_from_free = self.num_blocks_for(num_tokens) - len(computed_blocks)\n",
-        (SCHEDULING,),
+        (ADMISSION,),
     ),
     Fault(
         "a step that preempted admits",
         "core_svc/scheduler.py",
         "        if not has_preempted and not is_throttled",
         "        if not is_throttled",
-        (SCHEDULING,),
+        (ADMISSION,),
     ),
     Fault(
         "a late result goes to the request that came back",
@@ -348,5 +349,26 @@ FAULTS = [
         "        lost, future = in_flight.lost, in_flight.future\n",
         "        lost, future = self._lost, in_flight.future\n",
         (OVERLAP,),
+    ),
+    Fault(
+        "a prefix that another request computes is computed again",
+        "core_svc/kv_cache_manager.py",
+        "* self.block_size >= MIN_COMING_TOKENS\n",
+        "* self.block_size < 0\n",
+        (ADMISSION,),
+    ),
+    Fault(
+        "what an ended request was to compute is waited for",
+        "core_svc/kv_cache_manager.py",
+        "        self._withdraw(request, request.num_announced_blocks)\n",
+        "",
+        (ADMISSION,),
+    ),
+    Fault(
+        "what a request has computed is waited for",
+        "core_svc/kv_cache_manager.py",
+        "        self._withdraw(request, num_full_blocks)\n",
+        "",
+        (ADMISSION,),
     ),
 ]
