@@ -1,7 +1,8 @@
 """The one thread that computes.
 
-Not asyncio's pool nor a pool of several: OpenMP and numba keep a team of threads per calling thread, so a second
-caller would double them. A daemon, so that a computation that hangs cannot keep the process from ending.
+Not asyncio's pool nor a pool of several: torch's OpenMP keeps a team of threads per calling thread, so a second caller
+would double them, and the kernels' own team serves one caller at a time. A daemon, so that a computation that hangs
+cannot keep the process from ending.
 """
 
 from __future__ import annotations

@@ -122,3 +122,13 @@ def test_rows_do_not_depend_on_their_batch(loaded: LoadedModel) -> None:
     for tokens, expected in zip(sequences, together, strict=True):
         (alone,) = paged_logits(loaded.model, [tokens], block_size=16, chunks=(64,))
         assert torch.equal(alone, expected)
+
+
+def test_bfloat16_gives_the_same_bits_whatever_the_batch_and_the_chunks(reference: Reference) -> None:
+    """Every product, norm and attention of the native decoder has one order per row (README: what is promised)."""
+    model = load_model("smollm2", dtype="bfloat16").model
+    sequences = [reference.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    expected = [paged_logits(model, [tokens], chunks=(len(tokens),))[0] for tokens in sequences]
+    for seed, chunks in enumerate([(1,), (1, 2, 5), (7, 40)]):
+        got = paged_logits(model, sequences, seed=seed, chunks=chunks)
+        assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
