@@ -292,7 +292,7 @@ FAULTS = [
         "core_svc/slot_table.py",
         "            wider[:, :width] = self.token_ids\n",
         "            wider[:, : width // 2] = self.token_ids[:, : width // 2]\n",
-        (SCHEDULING,),
+        (ADMISSION,),
     ),
     Fault(
         "a row is planned behind the last token",
