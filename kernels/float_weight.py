@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from kernels.cpu.recorder import empty
 from kernels.packed_weight import PackedWeight, WeightPart, allocate
 
 PANEL = 32
@@ -60,7 +61,7 @@ class FloatWeight(PackedWeight):
         if bias is not None and self._num_columns % PANEL:
             bias = F.pad(bias, (0, PANEL))  # read by whole vectors
         num_rows = x.shape[0]
-        out = torch.empty((num_rows, self._num_columns), dtype=out_dtype or self.dtype)
+        out = empty((num_rows, self._num_columns), out_dtype or self.dtype)
         if num_rows:
             self._product.multiply(x, bias, out, num_rows, out_dtype is torch.float32)
         return out
@@ -70,11 +71,9 @@ class FloatWeight(PackedWeight):
         if self.is_gated:
             return self.unpacked()[ids]
         num_ids = len(ids)
-        out = torch.empty((num_ids, self._padded_k), dtype=self.dtype)
+        out = empty((num_ids, self._padded_k), self.dtype)
         if num_ids:
-            low, high = torch.aminmax(ids)
-            if low < 0 or high >= self.shape[0]:
-                raise IndexError(f"ids lie in [{int(low)}, {int(high)}], the matrix has {self.shape[0]} rows")
+            self._check_rows(ids)
             self._product.gather(ids.to(torch.int64).contiguous(), out)
         return out if self._padded_k == self.in_features else out[:, : self.in_features].contiguous()
 

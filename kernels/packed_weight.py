@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kernels.cpu.recorder import is_recording
+
 PANEL = 16
 """Output features that lie together: the float32 lanes of a vector, the columns of a tile."""
 ALIGNMENT = 64
@@ -70,6 +72,14 @@ class PackedWeight(ABC):
     @abstractmethod
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows ids [n] int64 of the matrix in `dtype`: the embedding, where it is also the output matrix."""
+
+    def _check_rows(self, ids: torch.Tensor) -> None:
+        """Raises IndexError for an id outside the matrix. A recorded program runs again with ids checked elsewhere."""
+        if is_recording():
+            return
+        low, high = torch.aminmax(ids)
+        if low < 0 or high >= self.shape[0]:
+            raise IndexError(f"ids lie in [{int(low)}, {int(high)}], the matrix has {self.shape[0]} rows")
 
     @abstractmethod
     def unpacked(self) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.cpu.features import isa
+from kernels.cpu.recorder import empty
 from kernels.packed_weight import PANEL, PackedWeight, WeightPart, allocate
 
 if TYPE_CHECKING:
@@ -142,11 +143,9 @@ class QuantizedWeight(PackedWeight):
         """See PackedWeight. Raises IndexError for an id outside the matrix."""
         if self.is_gated:
             return self.unpacked()[ids]
-        out = torch.empty(len(ids), self._x_features, dtype=self.dtype)
+        out = empty((len(ids), self._x_features), self.dtype)
         if len(ids):
-            low, high = torch.aminmax(ids)
-            if low < 0 or high >= self.shape[0]:
-                raise IndexError(f"ids lie in [{int(low)}, {int(high)}], the matrix has {self.shape[0]} rows")
+            self._check_rows(ids)
             self._product.gather(ids.to(torch.int64).contiguous(), out)
         return out if self._x_features == self.in_features else out[:, : self.in_features].contiguous()
 
@@ -159,7 +158,7 @@ class QuantizedWeight(PackedWeight):
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """See PackedWeight."""
-        out = torch.empty(x.shape[0], self._columns, dtype=out_dtype or self.dtype)
+        out = empty((x.shape[0], self._columns), out_dtype or self.dtype)
         if self._x_features != self.in_features:
             x = F.pad(x, (0, self._x_features - self.in_features))
         elif not x.is_contiguous():

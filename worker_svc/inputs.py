@@ -15,7 +15,10 @@ from worker_svc.ragged import has_repeats
 
 
 class InputBuffers:
-    """The arrays that a batch's inputs are built in, for steps of any size: a step overwrites the one before it."""
+    """The arrays that a batch's inputs are built in, for steps of any size: a step overwrites the one before it.
+
+    They stay where they are, so that steps with as many rows of one token each have inputs at the same addresses.
+    """
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
         self._batch = batch
@@ -26,6 +29,7 @@ class InputBuffers:
         self._input_ids, self._positions, self._slot_mapping = np.empty((3, num_tokens), np.int64)
         self._query_start_loc = np.zeros(num_rows + 1, np.int32)
         self._seq_lens = np.empty(num_rows, np.int32)
+        self._block_tables = np.zeros((num_rows, batch.max_blocks), np.int32)
         self._token_of_place = np.empty(batch.num_kv_blocks * batch.block_size, np.int32)
 
     def build(self, rows: Rows) -> ForwardBatch:
@@ -49,13 +53,14 @@ class InputBuffers:
         seq_lens = self._seq_lens[:num_rows]
         np.add(rows.num_computed_tokens, counts, out=seq_lens)
         max_seq_len = int(seq_lens.max())
-        tables = self._batch.block_tables[rows.slots, : -(-max_seq_len // self._batch.block_size)]
+        tables = self._block_tables[:num_rows, : -(-max_seq_len // self._batch.block_size)]
+        tables[:] = self._batch.block_tables[rows.slots, : tables.shape[1]]
         return ForwardBatch(
             input_ids=self._tensor(self._token_ids(slots, positions)),
             positions=self._tensor(positions),
             query_start_loc=self._tensor(query_start_loc),
             seq_lens=self._tensor(seq_lens),
-            block_tables=self._tensor(np.ascontiguousarray(tables)),
+            block_tables=self._tensor(tables),
             slot_mapping=self._tensor(self._places(slots, positions)),
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,

@@ -15,6 +15,7 @@ from pagewire.engine import LogprobColumns
 from pagewire.errors import InternalError, InvalidArgumentError, PagewireError, violation
 from pagewire.plan import GrammarMask, StepPlan, StepResult, Timings
 from worker_svc.batch import Batch, Rows
+from worker_svc.decode_programs import DecodePrograms
 from worker_svc.inputs import InputBuffers
 from worker_svc.kv_pool import KvPool
 from worker_svc.models.interface import ForwardBatch, Model
@@ -38,6 +39,7 @@ class ModelRunner:
         self.pool = pool
         self.batch = batch
         self._inputs = InputBuffers(batch, model.device)
+        self._forward = DecodePrograms(model, pool.caches)
         self._num_phases = 0
 
     @property
@@ -88,7 +90,7 @@ class ModelRunner:
         self._num_phases += 1
         prepared_ns = time.monotonic_ns()
         on_prepared()
-        hidden = self.model.forward(inputs, self.pool.caches)
+        hidden = self._forward(inputs)
         self._num_phases += 1
         forward_ns = time.monotonic_ns()
         bytes_left = MAX_LOGPROB_BYTES

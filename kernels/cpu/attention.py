@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 
 import torch
@@ -24,8 +23,10 @@ from kernels.cpu.attention_plan import plan
 from kernels.cpu.attention_rows import RESULT_EXTRA_BYTES
 from kernels.cpu.attention_tiles import scores_tiles, values_tiles
 from kernels.cpu.caches import caches
+from kernels.cpu.call import Call
 from kernels.cpu.features import isa
 from kernels.cpu.lanes import KINDS
+from kernels.cpu.recorder import empty, is_recording
 from kernels.cpu.team import share, team
 from kernels.cpu.vectors import BFLOAT16, get_int64, put_int64, store_bfloat16, store_float32
 
@@ -65,28 +66,37 @@ _BY_KIND = tuple(jit.chunks(function) for function in (_float32, _bfloat16, _flo
 _WITH_PAIRS, _WITH_TILES = jit.chunks(_pairs), jit.chunks(_tiles)
 
 
-@jit.inlined
-def _run(state: int, function: int, args: int) -> None:
+@jit.chunks
+def _attend_call(call, unused):  # type: ignore[no-untyped-def]
+    state, function, args = get_int64(call), get_int64(call + 8), call + 16
     num_first, num_last = plan(args)
     if num_first > 0:
         share(state, function, args, num_first)
-        put_int64(args + work.ITEMS, get_int64(args + work.ITEMS) + num_first * work.ITEM_BYTES)
-    share(state, function, args, num_last)
+        items = get_int64(args + work.ITEMS)
+        put_int64(args + work.ITEMS, items + num_first * work.ITEM_BYTES)
+        share(state, function, args, num_last)
+        put_int64(args + work.ITEMS, items)  # a program calls with the same arguments again
+    else:
+        share(state, function, args, num_last)
 
 
 class _Memory(threading.local):
     """What a calling thread keeps from call to call."""
 
     def __init__(self) -> None:
-        self.args = bytearray(struct.calcsize(work.ARGUMENTS))
-        self.args_at = torch.frombuffer(self.args, dtype=torch.uint8).data_ptr()
         self.results = torch.empty(_RESULTS_BYTES, dtype=torch.uint8)
-        self.results_at = self.results.data_ptr()
         self.room = 0
         self.plan = torch.empty(0, dtype=torch.int64)
 
+    def results_at(self) -> int:
+        """Address of _RESULTS_BYTES."""
+        results = empty((_RESULTS_BYTES,), torch.uint8) if is_recording() else self.results
+        return results.data_ptr()
+
     def plan_at(self, num_words: int) -> int:
         """Address of so many words."""
+        if is_recording():
+            return empty((num_words,), torch.int64).data_ptr()
         if num_words > self.room:
             self.room = 2 * num_words
             self.plan = torch.empty(self.room, dtype=torch.int64)
@@ -94,7 +104,7 @@ class _Memory(threading.local):
 
 
 _memory = _Memory()
-_pack = struct.Struct(work.ARGUMENTS).pack_into
+_attend = Call(_attend_call, 2 + work.NUM_WORDS, work.NUM_FLOATS)
 
 
 def can_attend(
@@ -136,7 +146,7 @@ def paged_attention(
     )
     dtype = query.dtype
     if out is None:
-        out = query.new_empty(num_tokens, num_heads, value_size)
+        out = empty((num_tokens, num_heads, value_size), dtype)
     out_token, out_head, _ = out.stride()
     token_stride, head_stride, stride = query.stride()
     if stride != 1:
@@ -157,8 +167,8 @@ def paged_attention(
     result_bytes = -(-value_size // 16) * 64 + RESULT_EXTRA_BYTES
     is_transformed = scale <= 0 or softcap is not None or sinks is not None or alibi_slopes is not None
     the_team = team()
-    _pack(
-        memory.args, 0,
+    _attend(
+        the_team.state, function,
         query.data_ptr(), token_stride * width, head_stride * width, KINDS[dtype],
         key_cache.data_ptr(), key_block, key_head,
         value_cache.data_ptr(), value_block, value_head,
@@ -169,10 +179,9 @@ def paged_attention(
         0 if sinks is None else sinks.data_ptr(), 0 if alibi_slopes is None else alibi_slopes.data_ptr(),
         is_transformed,
         plan_at, members_at, shared_at,
-        memory.results_at, result_bytes, _RESULTS_BYTES // result_bytes, _MOST_FIRST_ITEMS,
+        memory.results_at(), result_bytes, _RESULTS_BYTES // result_bytes, _MOST_FIRST_ITEMS,
         the_team.size, is_direct, shared_at + num_rows * 32, num_hashes, scale, softcap or 0.0,
     )  # fmt: skip
-    _run(the_team.state, function, memory.args_at)
     return out
 
 

@@ -57,8 +57,8 @@ MOST_ROWS = 64
     SCALE,
     SOFTCAP,
 ) = range(0, 8 * 40, 8)
-ARGUMENTS = "<38qf4xf4x"
-"""As struct packs them: all are int64 but the last two, which are float32."""
+NUM_WORDS, NUM_FLOATS = 38, 2
+"""All are int64 but the last two, which are float32."""
 
 # Words of an item.
 ITEM_MEMBERS, ITEM_NUM_MEMBERS, ITEM_HEAD, ITEM_ROW, ITEM_NUM_ROWS, ITEM_TILE, ITEM_NUM_TILES = range(0, 56, 8)

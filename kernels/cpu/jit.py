@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import logging
@@ -106,6 +107,31 @@ def chunks(function: Callable[..., Any]) -> Chunks:
 def _prepare(numba: Any) -> None:
     """Sets numba's cache, before the first kernel."""
     numba.config.CACHE_DIR = str(cache_dir())
+    _lock_cache_files()
+
+
+@functools.cache
+def _lock_cache_files() -> None:
+    """Lets one process at a time read or write what is kept.
+
+    numba takes the next free number for a file without asking: two processes that compile a kernel for different types
+    at the same time would take the same one, and each would later run the other's code under its own types.
+    """
+    from numba.core.caching import IndexDataCacheFile
+
+    def locked(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any) -> Any:
+            if Path(self._cache_path).is_relative_to(cache_dir()):
+                with open(cache_dir() / "files.lock", "w") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                    return method(self, *args)
+            return method(self, *args)
+
+        return call
+
+    for name in ("save", "load"):
+        setattr(IndexDataCacheFile, name, locked(getattr(IndexDataCacheFile, name)))
 
 
 _cache_dir: Path | None = None

@@ -8,9 +8,9 @@ import numba
 import torch
 
 from kernels.cpu import jit
-from kernels.cpu.call import Arguments
+from kernels.cpu.call import SharedCall
 from kernels.cpu.lanes import KINDS, item_bytes, load, rounded, store
-from kernels.cpu.team import share, team
+from kernels.cpu.recorder import empty
 from kernels.cpu.vectors import fma, get_float32, get_int64, splat, sum_lanes
 
 _X, _RESIDUAL, _WEIGHT, _OUT, _ROWS, _SIZE, _KIND, _ROWS_PER_CHUNK, _EPS = range(0, 72, 8)
@@ -55,8 +55,7 @@ def _normalize_rows(args: int, chunk: int) -> None:
         scale_row(x, get_int64(args + _WEIGHT), get_int64(args + _OUT) + row * row_bytes, kind, size, inverse)
 
 
-_chunks = jit.chunks(_normalize_rows)
-_arguments = Arguments(8, 1)
+_normalize = SharedCall(jit.chunks(_normalize_rows), 8, 1)
 
 
 def can_normalize(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> bool:
@@ -73,12 +72,13 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `kernels.norm.reference`; all what `can_normalize` allows."""
-    out = torch.empty_like(x) if residual is None else x
+    out = empty(tuple(x.shape), x.dtype) if residual is None else x
     size, num_elements = weight.shape[0], x.numel()
     rows = num_elements // size
     rows_per_chunk = max(1, _CHUNK_ELEMENTS // size)
     num_chunks = -(-rows // rows_per_chunk)
-    args = _arguments.fill(
+    _normalize(
+        num_chunks,
         x.data_ptr(),
         0 if residual is None else residual.data_ptr(),
         weight.data_ptr(),
@@ -89,5 +89,4 @@ def rms_norm(
         rows_per_chunk,
         eps,
     )
-    share(team().state, _chunks.address, args, num_chunks)
     return out, x if residual is None else residual

@@ -19,10 +19,27 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu import features, product, rows
+from kernels.cpu import features, jit, product, rows
+from kernels.cpu.call import Call
 from kernels.cpu.dots import PAIRS
 from kernels.cpu.lanes import KINDS
 from kernels.cpu.team import team
+from kernels.cpu.vectors import get_int64
+
+
+@jit.chunks
+def _multiply_call(args, unused):  # type: ignore[no-untyped-def]
+    product.multiply(
+        get_int64(args),
+        get_int64(args + 8),
+        get_int64(args + 16),
+        get_int64(args + 24),
+        get_int64(args + 32),
+        get_int64(args + 40),
+    )
+
+
+_multiply = Call(_multiply_call, 6)
 
 
 class Product:
@@ -43,9 +60,10 @@ class Product:
             element = PAIRS
             chunk = product.tile_chunk if features.isa() == "amx" else chunk
         steps = padded_k // (1 if dtype == torch.float32 else 2)
-        self._team, self._address, self._panel_bytes = team(), address, panel_bytes
+        self._address, self._panel_bytes = address, panel_bytes
+        the_team = team()
         words = [address, panel_bytes, num_panels, steps, num_columns, int(is_gated), element]
-        words += [KINDS[dtype], padded_k * dtype.itemsize, chunk.address, self._team.state, self._team.size]
+        words += [KINDS[dtype], padded_k * dtype.itemsize, chunk.address, the_team.state, the_team.size]
         self._words = torch.tensor(words, dtype=torch.int64)
         self._weight = self._words.data_ptr()
 
@@ -56,7 +74,7 @@ class Product:
 
         At least one row.
         """
-        product.multiply(
+        _multiply(
             self._weight,
             x.data_ptr(),
             num_rows,
@@ -68,7 +86,7 @@ class Product:
     def gather(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         """Fills out [n, padded k] with the weight's rows ids [n] int64; n is at least 1."""
         words = out.shape[1] * out.element_size() // 4
-        rows.gather(self._team.state, ids.data_ptr(), len(ids), self._address, self._panel_bytes, words, out.data_ptr())
+        rows.gather(ids.data_ptr(), len(ids), self._address, self._panel_bytes, words, out.data_ptr())
 
 
 def warm_up(dtype: torch.dtype) -> None:

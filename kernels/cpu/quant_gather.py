@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from kernels.cpu import jit
+from kernels.cpu.call import SharedCall
 from kernels.cpu.lanes import item_bytes, store
 from kernels.cpu.quant_dots import GROUP
 from kernels.cpu.quant_linear import IN_FEATURES, KIND, PANEL_BYTES, WEIGHT, ZERO
-from kernels.cpu.team import share
 from kernels.cpu.vectors import (
     get_float32,
     get_int32,
@@ -16,7 +16,6 @@ from kernels.cpu.vectors import (
     load_float16,
     load_float32,
     put_float32,
-    put_int64,
     splat,
     stack,
     store_float32,
@@ -84,21 +83,13 @@ def _gather_chunk(args, chunk):  # type: ignore[no-untyped-def]
             _grouped_row(weight, panel, row % _LANES, kind, out + i * row_bytes)
 
 
-@jit.inlined
-def _gather(team, function, weight, ids, num_ids, kind, out):  # type: ignore[no-untyped-def]
-    args = stack(64)
-    put_int64(args, weight)
-    put_int64(args + 8, ids)
-    put_int64(args + 16, num_ids)
-    put_int64(args + 24, kind)
-    put_int64(args + 32, out)
-    share(team, function, args, (num_ids + ROWS_PER_CHUNK - 1) // ROWS_PER_CHUNK)
+_gather = SharedCall(_gather_chunk, 5)
 
 
-def gather(team: int, weight: int, ids: int, num_ids: int, kind: int, out: int) -> None:
+def gather(weight: int, ids: int, num_ids: int, kind: int, out: int) -> None:
     """Writes rows to out as numbers of a kind; all but num_ids and kind are addresses, weight's that of its words.
 
     ids are int64 and within the weight, which is not gated. number * scale, plus the minimum where there is one, in
     float32, then rounded.
     """
-    _gather(team, _gather_chunk.address, weight, ids, num_ids, kind, out)
+    _gather(-(-num_ids // ROWS_PER_CHUNK), weight, ids, num_ids, kind, out)

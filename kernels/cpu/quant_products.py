@@ -6,10 +6,13 @@ import threading
 
 import torch
 
-from kernels.cpu import quant_gather, quant_linear
+from kernels.cpu import jit, quant_gather, quant_linear
+from kernels.cpu.call import Call
 from kernels.cpu.lanes import KINDS as TYPES
 from kernels.cpu.quant_tiles import tile_configuration
+from kernels.cpu.recorder import empty, is_recording
 from kernels.cpu.team import team
+from kernels.cpu.vectors import get_int64
 
 _ROW_TILE = 16
 CHUNKS_PER_THREAD = 4
@@ -18,10 +21,37 @@ _local = threading.local()
 
 def _scratch(num_bytes: int) -> int:
     """Address of so many bytes of this thread's own, aligned to 64; the next call may take the same."""
+    if is_recording():
+        return empty((num_bytes,), torch.uint8).data_ptr()
     memory = getattr(_local, "memory", None)
     if memory is None or memory.numel() < num_bytes + 64:
         memory = _local.memory = torch.empty(2 * num_bytes + 64, dtype=torch.uint8)
     return (int(memory.data_ptr()) + 63) & ~63
+
+
+@jit.chunks
+def _multiply_call(args, unused):  # type: ignore[no-untyped-def]
+    quant_linear.multiply(
+        get_int64(args),
+        get_int64(args + 8),
+        get_int64(args + 16),
+        get_int64(args + 24),
+        get_int64(args + 32),
+        get_int64(args + 40),
+        get_int64(args + 48),
+        get_int64(args + 56),
+        get_int64(args + 64),
+        get_int64(args + 72),
+        get_int64(args + 80),
+        get_int64(args + 88),
+        get_int64(args + 96),
+        get_int64(args + 104),
+        get_int64(args + 112),
+        get_int64(args + 120),
+    )
+
+
+_multiply = Call(_multiply_call, 16)
 
 
 class QuantizedProduct:
@@ -43,7 +73,7 @@ class QuantizedProduct:
         num_chunks = min(self._num_pairs, CHUNKS_PER_THREAD * self._team.size)
         spare_bytes = 64 * self._in_features if has_tiles else 0
         records = -(-num_rows // _ROW_TILE) * _ROW_TILE * record_bytes
-        quant_linear.multiply(
+        _multiply(
             self._team.state,
             self._prepare,
             self._product,
@@ -64,4 +94,4 @@ class QuantizedProduct:
 
     def gather(self, ids: torch.Tensor, out: torch.Tensor) -> None:
         """Fills out [n, in_features] with the weight's rows ids [n] int64; n is at least 1."""
-        quant_gather.gather(self._team.state, self._weight, ids.data_ptr(), len(ids), TYPES[out.dtype], out.data_ptr())
+        quant_gather.gather(self._weight, ids.data_ptr(), len(ids), TYPES[out.dtype], out.data_ptr())

@@ -8,7 +8,7 @@ import torch
 
 from kernels.cpu import jit
 from kernels.cpu.caches import caches
-from kernels.cpu.call import Arguments
+from kernels.cpu.call import SharedCall
 from kernels.cpu.lanes import (
     KINDS,
     item_bytes,
@@ -18,7 +18,6 @@ from kernels.cpu.lanes import (
     store,
 )
 from kernels.cpu.norm import inverse_root_mean_square, scale_row
-from kernels.cpu.team import share, team
 from kernels.cpu.vectors import (
     FLOAT32,
     fma,
@@ -178,8 +177,7 @@ def _rotate_and_write(args: int, chunk: int) -> None:
         _write_token(args, token, slot, _VALUE_AND_NEXT if is_paired else _VALUE_ALONE, scratch)
 
 
-_chunks = jit.chunks(_rotate_and_write)
-_arguments = Arguments(26, 1)
+_rotate = SharedCall(jit.chunks(_rotate_and_write), 26, 1)
 
 
 def can_write(key: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> bool:
@@ -288,5 +286,4 @@ def write_kv(
 
 def _run(num_tokens: int, token_elements: int, *words: int, eps: float) -> None:
     per_chunk = max(2, _CHUNK_ELEMENTS // token_elements)
-    args = _arguments.fill(*words, per_chunk, eps)
-    share(team().state, _chunks.address, args, -(-num_tokens // per_chunk))
+    _rotate(-(-num_tokens // per_chunk), *words, per_chunk, eps)

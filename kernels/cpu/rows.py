@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kernels.cpu import jit
-from kernels.cpu.team import share
-from kernels.cpu.vectors import get_int32, get_int64, put_int32, put_int64, stack
+from kernels.cpu.call import SharedCall
+from kernels.cpu.vectors import get_int32, get_int64, put_int32
 
 ROWS_PER_CHUNK = 8
 
@@ -20,21 +20,12 @@ def _gather_chunk(args, chunk):  # type: ignore[no-untyped-def]
             put_int32(target + 4 * word, get_int32(source + 128 * word))
 
 
-@jit.inlined
-def _gather(team, function, ids, num_ids, weight, panel_bytes, words, out):  # type: ignore[no-untyped-def]
-    args = stack(64)
-    put_int64(args, ids)
-    put_int64(args + 8, num_ids)
-    put_int64(args + 16, weight)
-    put_int64(args + 24, panel_bytes)
-    put_int64(args + 32, words)
-    put_int64(args + 40, out)
-    share(team, function, args, -(-num_ids // ROWS_PER_CHUNK))
+_gather = SharedCall(_gather_chunk, 6)
 
 
-def gather(team: int, ids: int, num_ids: int, weight: int, panel_bytes: int, words: int, out: int) -> None:
+def gather(ids: int, num_ids: int, weight: int, panel_bytes: int, words: int, out: int) -> None:
     """Copies rows of 4-byte words (a float32, or two 16-bit numbers) to out; all but the counts are addresses.
 
     A panel holds word after word, each of 32 rows. ids are int64 and within the weight.
     """
-    _gather(team, _gather_chunk.address, ids, num_ids, weight, panel_bytes, words, out)
+    _gather(-(-num_ids // ROWS_PER_CHUNK), ids, num_ids, weight, panel_bytes, words, out)

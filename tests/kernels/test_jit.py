@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ import pytest
 from kernels.cpu import jit
 
 PACKAGE = Path(jit.__file__).parent.parent
+ROOT = PACKAGE.parent
 
 
 @pytest.fixture(autouse=True)
@@ -53,3 +57,31 @@ def test_a_folder_that_cannot_be_trusted_is_not_used(
         used = jit.cache_dir()
     assert chosen not in used.parents and used.is_dir() and used.stat().st_mode & 0o077 == 0
     assert "compiled kernels can't be kept in" in caplog.text
+
+
+def test_processes_that_compile_at_once_keep_each_others_code_apart(tmp_path: Path) -> None:
+    """Each compiles one function for types of its own, with its files slowed down so that they meet."""
+    script = """
+import sys, time
+from numba.core import caching
+save_index = caching.IndexDataCacheFile._save_index
+def slow(self, overloads):
+    time.sleep(0.3)
+    save_index(self, overloads)
+caching.IndexDataCacheFile._save_index = slow
+from kernels.cpu import jit
+from tests.kernels.twice import twice
+print(repr(twice(eval(sys.argv[1]))))
+"""
+    environment = os.environ | {jit.CACHE_VARIABLE: str(tmp_path)}
+    values = ["3", "1.5", "1.5j", "True"]
+    for is_second in (False, True):
+        runs = [
+            subprocess.Popen(
+                [sys.executable, "-c", script, value], env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT
+            )
+            for value in values
+        ]
+        assert [run.communicate(timeout=120)[0].strip() for run in runs] == ["6", "3.0", "3j", "2"], is_second
+    kept = [path.name for path in tmp_path.rglob("*.nbc")]
+    assert len(kept) == len(values)

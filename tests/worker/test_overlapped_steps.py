@@ -188,7 +188,8 @@ def test_the_next_step_does_not_wait_for_the_event_loop(loaded, server):
     go_on.set()
     while server.worker.step < 2 and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert server.worker.step == 2 and len(starts) == 2
+    # The second one, a decode, may be tried as a program first, and then run by Python.
+    assert server.worker.step == 2 and len(starts) in (2, 3)
     let_loop_go.set()
     results = [stream.result(), stream.result()]
     assert [result.step for result in results] == [1, 2]
