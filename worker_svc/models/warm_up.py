@@ -8,6 +8,7 @@ import kernels
 from kernels.cpu import jit
 from kernels.kv_layout import cache_shapes
 from kernels.sampling import Draws
+from worker_svc.decode_programs import DecodePrograms
 from worker_svc.models.interface import ForwardBatch, Model
 
 BLOCK_SIZE = 16
@@ -25,8 +26,9 @@ def warm_up(model: Model, what: str) -> None:
             )
             key_cache, value_cache = (torch.zeros(shape, dtype=model.dtype) for shape in shapes)
             caches.append((key_cache, value_cache))
-        for num_tokens in (3, 1):
-            hidden = model.forward(_batch(num_tokens), caches)
+        programs, decode = DecodePrograms(model, caches), _batch(1)
+        for batch in (_batch(3), decode, decode):
+            hidden = programs(batch)
             logits = model.compute_logits(hidden[-1:])
         token_ids, _ = kernels.argmax(logits)
         kernels.sample(logits, _draws())
