@@ -60,14 +60,21 @@ class FreeBlockQueue:
         block.prev_free = block.next_free = None
         self.num_blocks -= 1
 
-    def popleft(self) -> KVCacheBlock:
-        """Takes the least recently used block. Raises IndexError when there is none."""
-        first = self._ends.next_free
-        assert first is not None
-        if first is self._ends:
-            raise IndexError("no free block")
-        self.remove(first)
-        return first
+    def popleft(self, num_blocks: int = 1) -> list[KVCacheBlock]:
+        """Takes the least recently used blocks. Raises IndexError, and changes nothing, when there are too few."""
+        if num_blocks > self.num_blocks:
+            raise IndexError(f"{num_blocks} blocks wanted, {self.num_blocks} free")
+        taken, block = [], self._ends.next_free
+        for _ in range(num_blocks):
+            assert block is not None
+            taken.append(block)
+            following = block.next_free
+            block.prev_free = block.next_free = None
+            block = following
+        assert block is not None
+        self._ends.next_free, block.prev_free = block, self._ends
+        self.num_blocks -= num_blocks
+        return taken
 
     def __iter__(self) -> Iterator[KVCacheBlock]:
         block = self._ends.next_free
@@ -114,7 +121,7 @@ class BlockPool:
         """Takes free blocks, least recently used first. Raises ValueError, and changes nothing, if too few are free."""
         if num_blocks > self.num_free_blocks:
             raise ValueError(f"{num_blocks} blocks wanted, {self.num_free_blocks} free")
-        blocks = [self.free_queue.popleft() for _ in range(num_blocks)]
+        blocks = self.free_queue.popleft(num_blocks)
         for block in blocks:
             self._forget_hash(block)
             block.ref_cnt = 1

@@ -1,7 +1,7 @@
 """What a step's result does to its requests: tokens, stops, rejected drafts, log-probabilities, full blocks.
 
-The second half of the scheduler. Most rows bring one token that ends nothing: they are committed all at once, by
-column. Every other row is committed by itself.
+The second half of the scheduler. Most rows bring one token and nothing else: they are committed all at once, by column,
+and only those whose request begins or ends with that token are looked at. Every other row is committed by itself.
 """
 
 from __future__ import annotations
@@ -38,10 +38,6 @@ def commit_step(scheduler: Scheduler, step: ScheduledStep, result: StepResult) -
 
     is_plain = is_current & results.is_plain & table.is_plain[plan.slots] & (plan.num_sampled_tokens == 1)
     plain = is_plain.nonzero()[0]
-    ends = may_end(table, plan.slots[plain], results.first_tokens(plain))
-    if ends.any():
-        is_plain[plain[ends]] = False
-        plain = plain[~ends]
     _commit_tokens(scheduler, plan.slots[plain], results.first_tokens(plain), num_committed[plain], now_ns)
     for row in (is_current & ~is_plain).nonzero()[0].tolist():
         request: Request = table.requests[plan.slots[row]]
@@ -50,8 +46,8 @@ def commit_step(scheduler: Scheduler, step: ScheduledStep, result: StepResult) -
 
 
 def may_end(table: SlotTable, slots: Int32Column, token_ids: Int32Column) -> npt.NDArray[np.bool_]:
-    """Whether each slot's request ends with this token; `check_stop` says how."""
-    num_tokens = table.num_tokens[slots] + 1
+    """Whether each slot's request ends with this token, which is its last one; `check_stop` says how."""
+    num_tokens = table.num_tokens[slots]
     ends: npt.NDArray[np.bool_] = num_tokens >= table.max_num_tokens[slots]
     for stop_ids in table.stop_ids[: table.num_stop_ids]:
         is_stop = stop_ids[slots] == token_ids
@@ -63,22 +59,48 @@ def may_end(table: SlotTable, slots: Int32Column, token_ids: Int32Column) -> npt
 def _commit_tokens(
     scheduler: Scheduler, slots: Int32Column, token_ids: Int32Column, num_committed: Int32Column, now_ns: int
 ) -> None:
-    """Commits one token for each slot, that ends nothing and brings nothing else."""
+    """Commits one token for each slot, that brings nothing else."""
     if not len(slots):
         return
     table = scheduler.table
     offsets = table.num_tokens[slots]
     table.token_ids[slots, offsets] = token_ids
     table.num_tokens[slots] = offsets + 1
-    offsets -= table.num_prompt_tokens[slots]
     table.last_token_ns[slots] = now_ns
     is_full = num_committed >= table.next_full_tokens[slots]
     if is_full.any():
         for request, num_tokens in zip(table.requests[slots[is_full]], num_committed[is_full].tolist(), strict=True):
             scheduler.cache_blocks(request, num_tokens)
     scheduler.stats.num_generated_tokens += len(slots)
+    offsets -= table.num_prompt_tokens[slots]
+    is_turn = table.awaits_first_token[slots] | may_end(table, slots, token_ids)
     for frontend, rows in table.by_frontend(slots):
-        scheduler.outputs.add_tokens(frontend, table.request_ids[slots[rows]], offsets[rows], token_ids[rows])
+        own = slots[rows]
+        row = scheduler.outputs.add_tokens(frontend, table.request_ids[own], offsets[rows], token_ids[rows])
+        turns = is_turn[rows].nonzero()[0]
+        for place, token_id in zip(turns.tolist(), token_ids[rows][turns].tolist(), strict=True):
+            _begin_or_end(scheduler, table.requests[own[place]], token_id, row + place, now_ns)
+
+
+def _begin_or_end(scheduler: Scheduler, request: Request, token_id: int, row: int, now_ns: int) -> None:
+    """What a token that was committed by column, with this row of its frontend's outputs, means for its request."""
+    note_first_token(request, now_ns)
+    frontend = request.key[0]
+    if not request.is_started:
+        request.is_started = True
+        scheduler.outputs.note_started(frontend, row, request.num_hit_tokens)
+    status, stop_token_id = check_stop(request, token_id)
+    if status is not None:
+        scheduler.end(request, status)
+        finished = finished_of(request, stop_token_id=stop_token_id, now_ns=now_ns)
+        scheduler.outputs.note_finished(frontend, row, finished)
+
+
+def note_first_token(request: Request, now_ns: int) -> None:
+    """Keeps when a running request got its first token."""
+    if not request.first_token_ns and request.table is not None:
+        request.first_token_ns = now_ns
+        request.table.awaits_first_token[request.slot] = False
 
 
 def _commit_request(
@@ -157,9 +179,7 @@ def commit_row(
         if status is not None:
             break
     table.last_token_ns[slot] = now_ns
-    if not request.first_token_ns:
-        request.first_token_ns = now_ns
-        table.note_first_token(request)
+    note_first_token(request, now_ns)
     if result.draft_token_ids and status is None:
         _take_drafts(request, table, result.draft_token_ids)
     return CommittedRow(

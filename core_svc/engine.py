@@ -83,13 +83,17 @@ class EngineCore(EngineCalls):
             while not self._is_stopped:
                 if in_flight is None and not self._inbox and not self._can_step:
                     self._inbox.wait(self._idle_timeout_s())
-                if self.config.async_scheduling:
-                    in_flight = self.step_ahead(in_flight)
-                else:
-                    self.step()
+                in_flight = self.advance(in_flight)
         except BaseException as error:
             self._stop(UnavailableError(f"the core died: {error!r}"))
             raise
+
+    def advance(self, in_flight: InFlight | None) -> InFlight | None:
+        """One turn of the loop: `step_ahead`, or `step` without async_scheduling. Returns what is in flight then."""
+        if self.config.async_scheduling:
+            return self.step_ahead(in_flight)
+        self.step()
+        return None
 
     def step(self) -> bool:
         """One transaction: receive, schedule, execute, update, publish. Returns whether anything was done."""

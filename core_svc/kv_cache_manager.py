@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from core_svc.block_hash import ROOT_HASH, hash_block
 from core_svc.block_pool import BlockPool, KVCacheBlock
@@ -70,10 +71,16 @@ class KVCacheManager:
             idx += 1
         return (idx - len(computed_blocks)) * self.block_size >= MIN_COMING_TOKENS
 
-    def allocate(self, request: Request, num_new_blocks: int) -> list[int]:
-        """Ids of the blocks that the request gets. Raises ValueError, and changes nothing, if too few are free."""
-        blocks = self.pool.get_new_blocks(num_new_blocks)
-        request.blocks += blocks
+    def allocate(self, requests: Sequence[Request], num_new_blocks: Sequence[int]) -> list[int]:
+        """Ids of the blocks that each request gets, in order.
+
+        Raises ValueError, and changes nothing, if too few are free.
+        """
+        blocks = self.pool.get_new_blocks(sum(num_new_blocks))
+        start = 0
+        for request, num_blocks in zip(requests, num_new_blocks, strict=True):
+            request.blocks += blocks[start : start + num_blocks]
+            start += num_blocks
         return [block.block_id for block in blocks]
 
     def admit(
@@ -91,7 +98,7 @@ class KVCacheManager:
         request.blocks = list(computed_blocks)
         request.num_cached_blocks = request.num_announced_blocks = len(computed_blocks)
         self._announce(request)
-        new_block_ids = self.allocate(request, self.num_blocks_for(num_tokens) - len(computed_blocks))
+        new_block_ids = self.allocate([request], [self.num_blocks_for(num_tokens) - len(computed_blocks)])
         return [block.block_id for block in computed_blocks] + new_block_ids
 
     def num_missing_blocks(self, request: Request) -> int:
@@ -143,6 +150,8 @@ class KVCacheManager:
 
     def _withdraw(self, request: Request, end: int) -> None:
         """Takes back what was announced of the request's blocks that have no hash yet and are before `end`."""
+        if request.num_cached_blocks >= request.num_announced_blocks:
+            return
         for block_hash in request.block_hashes[request.num_cached_blocks : min(end, request.num_announced_blocks)]:
             self._coming[block_hash] -= 1
             if not self._coming[block_hash]:

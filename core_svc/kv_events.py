@@ -24,8 +24,7 @@ class BlockStored(NamedTuple):
     adapter: Adapter | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRemoved:
+class BlockRemoved(NamedTuple):
     """Hashes that no block holds any more."""
 
     block_hashes: tuple[bytes, ...]

@@ -58,10 +58,21 @@ class OutputCollector:
 
     def add_tokens(
         self, frontend_incarnation: str, request_ids: UInt64Column, offsets: Int32Column, token_ids: Int32Column
-    ) -> None:
-        """Adds a row with one token, and nothing else, for each of a frontend's requests."""
-        ones = np.ones(len(request_ids), np.int32)
-        self._rows_of(frontend_incarnation).add(request_ids, offsets, ones, token_ids)
+    ) -> int:
+        """Adds a row with one token for each of a frontend's requests; returns the first row."""
+        rows = self._rows_of(frontend_incarnation)
+        first = rows.num_rows
+        rows.add(request_ids, offsets, np.ones(len(request_ids), np.int32), token_ids)
+        return first
+
+    def note_started(self, frontend_incarnation: str, row: int, num_cached_tokens: int) -> None:
+        """The request of a row that was added started with so many tokens from the prefix cache."""
+        self._by_frontend[frontend_incarnation].started[row] = num_cached_tokens
+
+    def note_finished(self, frontend_incarnation: str, row: int, finished: Finished) -> None:
+        """The request of a row that was added has ended."""
+        finished.row = row
+        self._by_frontend[frontend_incarnation].finished.append(finished)
 
     def add_row(
         self,
@@ -89,10 +100,9 @@ class OutputCollector:
         if prompt_logprobs is not None:
             rows.prompt_logprobs[row] = prompt_logprobs
         if num_cached_tokens is not None:
-            rows.started[row] = num_cached_tokens
+            self.note_started(frontend_incarnation, row, num_cached_tokens)
         if finished is not None:
-            finished.row = row
-            rows.finished.append(finished)
+            self.note_finished(frontend_incarnation, row, finished)
 
     def drop(self, frontend_incarnation: str) -> None:
         """Forgets what was collected for a frontend that is gone."""

@@ -180,10 +180,9 @@ class Scheduler:
             slots, num_new, num_blocks = slots[due], num_new[due], num_blocks[due]
             num_known, num_computed = num_known[due], num_computed[due]
         crossing = num_blocks.nonzero()[0]
-        block_ids: list[int] = []
-        for request, num_new_blocks in zip(table.requests[slots[crossing]], num_blocks[crossing].tolist(), strict=True):
-            block_ids += self.kv.allocate(request, num_new_blocks)
-        table.num_kv_tokens[slots[crossing]] += num_blocks[crossing] * self.config.block_size
+        gets_blocks = slots[crossing]
+        block_ids = self.kv.allocate(table.requests[gets_blocks].tolist(), num_blocks[crossing].tolist())
+        table.num_kv_tokens[gets_blocks] += num_blocks[crossing] * self.config.block_size
         rows = Rows.of(slots, num_new, num_computed, num_known, num_blocks)
         drafts: list[int] = []
         if table.num_drafts.any():

@@ -91,7 +91,9 @@ class WorkerExecutor:
         return CacheInfo(num_blocks, bytes_per_block, kv_cache_dtype)
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
-        return self._compute.submit(lambda: self._worker.execute(plan))
+        # A result wakes the engine up, which takes Python: it leaves when the next step's forward pass has begun.
+        deliver = self._compute.deliver
+        return self._compute.submit(lambda: self._worker.execute(plan, on_prepared=deliver), delivers=True)
 
     def sleep(self, level: int) -> int:
         return self._run(lambda: self._worker.sleep(level))
@@ -126,6 +128,7 @@ class OfflineOptions:
     kv_cache_dtype: str
     enable_prefix_caching: bool
     policy: str
+    async_scheduling: bool
     force_generic: bool
     load_format: str
     log_requests: bool
@@ -196,6 +199,7 @@ def start_offline_core(options: OfflineOptions, executor: Executor | None, publi
         policy=options.policy,
         enable_prefix_caching=options.enable_prefix_caching,
         max_num_requests=MAX_NUM_OFFLINE_REQUESTS,
+        async_scheduling=options.async_scheduling,
         log_requests=options.log_requests,
     )
     model = ModelSpec(

@@ -6,8 +6,8 @@
     for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=16)):
         print(output.outputs[0].text)
 
-The engine runs on the calling thread, one step after another, until everything has ended: a breakpoint anywhere in
-core, worker or kernels stops it.
+The engine runs on the calling thread, one step after another, until everything has ended, and the worker's steps on
+one beside it: a breakpoint anywhere in core, worker or kernels stops it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pagewire.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from core_svc.executor import Executor
+    from core_svc.executor_link import InFlight
 
 _INCARNATION = "offline"
 
@@ -47,6 +48,7 @@ class LLM:
             dequantized), empty: weights of dtype. Both are for the CPU.
         max_model_len: longest sequence in tokens; 0 is the model's own limit.
         num_kv_blocks: KV blocks; 0 is as many as kv_cache_memory_bytes (0: the worker's own budget) takes.
+        async_scheduling: plan the next step, and read the outputs of the last one, while one runs. Output is the same.
         executor: runs the plans; a worker in this process unless given.
 
     Raises:
@@ -71,6 +73,7 @@ class LLM:
         kv_cache_dtype: str = "",
         enable_prefix_caching: bool = True,
         policy: str = "fcfs",
+        async_scheduling: bool = True,
         force_generic: bool = False,
         load_format: str = "",
         log_requests: bool = False,
@@ -94,6 +97,7 @@ class LLM:
             kv_cache_dtype=kv_cache_dtype,
             enable_prefix_caching=enable_prefix_caching,
             policy=policy,
+            async_scheduling=async_scheduling,
             force_generic=force_generic,
             load_format=load_format,
             log_requests=log_requests,
@@ -243,34 +247,42 @@ class LLM:
         engine.add(_INCARNATION, requests)
         for parent in parents:
             self._outputs.add(parent)
+        in_flight: InFlight | None = None
         with _progress(len(requests), use_tqdm) as bar, _deferred_interrupt() as interrupted:
             try:
                 while len(self._outputs):
                     if interrupted.is_set():
                         raise KeyboardInterrupt
                     num_alive = len(self._outputs)
-                    self._step()
+                    in_flight = self._step(in_flight)
                     bar.update(num_alive - len(self._outputs))
             finally:
-                self._abort_rest(parents)
+                self._abort_rest(parents, in_flight)
 
-    def _step(self) -> None:
+    def _step(self, in_flight: InFlight | None) -> InFlight | None:
+        """One turn of the engine's loop; returns the step that runs while the outputs of the one before are read."""
         engine = self._core.engine
-        if not engine.step() and not engine.has_work():
+        if in_flight is None and not engine.has_work():
             raise InternalError("the engine has nothing to do, and requests have not ended")
+        in_flight = engine.advance(in_flight)
         published, self._published[:] = list(self._published), []
         for outputs in published:
             for reason, ids in self._outputs.process_outputs(outputs).items():
                 engine.abort(_INCARNATION, ids, reason)
+        return in_flight
 
-    def _abort_rest(self, parents: Sequence[ParentRequest]) -> None:
-        """Ends what is alive, and lets the engine flush what ended."""
+    def _abort_rest(self, parents: Sequence[ParentRequest], in_flight: InFlight | None) -> None:
+        """Ends what is alive, and lets the engine flush what ended.
+
+        After an interrupt in the midst of a turn, in_flight may have been committed already. Everything ends before it
+        is looked at again, so that its rows are nobody's.
+        """
         engine = self._core.engine
         for parent in parents:
             for reason, ids in self._outputs.abort(parent, AbortReason.CLIENT).items():
                 engine.abort(_INCARNATION, ids, reason)
-        while engine.has_work() and engine.step():
-            pass
+        while in_flight is not None or engine.has_work():
+            in_flight = engine.advance(in_flight)
         self._published.clear()
 
     def close(self) -> None:

@@ -122,9 +122,11 @@ def test_the_free_list_refuses_a_block_twice_and_one_that_is_not_there() -> None
     pool = BlockPool(3)
     with pytest.raises(RuntimeError):
         pool.free_queue.append(pool.blocks[1])
-    block = pool.free_queue.popleft()
+    (block,) = pool.free_queue.popleft()
     with pytest.raises(RuntimeError):
         pool.free_queue.remove(block)
+    with pytest.raises(IndexError):
+        pool.free_queue.popleft(2)
     pool.free_queue.popleft()
     with pytest.raises(IndexError):
         pool.free_queue.popleft()
