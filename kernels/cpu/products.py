@@ -22,6 +22,7 @@ import torch
 from kernels.cpu import features, product, rows
 from kernels.cpu.dots import PAIRS
 from kernels.cpu.lanes import KINDS
+from kernels.cpu.product_tiles import tile_chunk
 from kernels.cpu.team import team
 
 
@@ -41,7 +42,7 @@ class Product:
         element, chunk = KINDS[dtype], product.vector_chunk
         if dtype == torch.bfloat16 and features.isa() != "generic":
             element = PAIRS
-            chunk = product.tile_chunk if features.isa() == "amx" else chunk
+            chunk = tile_chunk if features.isa() == "amx" else chunk
         steps = padded_k // (1 if dtype == torch.float32 else 2)
         self._team, self._address, self._panel_bytes = team(), address, panel_bytes
         words = [address, panel_bytes, num_panels, steps, num_columns, int(is_gated), element]
