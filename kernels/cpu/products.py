@@ -23,6 +23,7 @@ from kernels.cpu import features, jit, product, rows
 from kernels.cpu.call import Call
 from kernels.cpu.dots import PAIRS
 from kernels.cpu.lanes import KINDS
+from kernels.cpu.product_tiles import tile_chunk
 from kernels.cpu.team import team
 from kernels.cpu.vectors import get_int64
 
@@ -58,7 +59,7 @@ class Product:
         element, chunk = KINDS[dtype], product.vector_chunk
         if dtype == torch.bfloat16 and features.isa() != "generic":
             element = PAIRS
-            chunk = product.tile_chunk if features.isa() == "amx" else chunk
+            chunk = tile_chunk if features.isa() == "amx" else chunk
         steps = padded_k // (1 if dtype == torch.float32 else 2)
         self._address, self._panel_bytes = address, panel_bytes
         the_team = team()

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu.vectors import I64, prefetch_line
+from kernels.cpu.vectors import I64
 
 _I8 = ir.IntType(8)
 BYTES = ir.PointerType(_I8)
@@ -75,46 +75,64 @@ def release(typing_context: Any) -> Any:
     return types.void(), codegen
 
 
-def _bfloat16_tiles(num_row_tiles: int) -> Any:
-    """Product of 16 x num_row_tiles rows and one panel of 32 columns, into a scratch of rows of 32 float32."""
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def clear_sums(typing_context: Any, num_row_tiles: Any) -> Any:
+    """Zeros for a product of 16 x num_row_tiles (1 or 2, a literal) rows and one panel of 32 columns."""
+    count = num_row_tiles.literal_value
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def multiply(typing_context: Any, x: Any, x_stride: Any, panel: Any, num_steps: Any, ahead: Any, out: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            x, x_stride, panel, num_steps, ahead, out = args
-            row_tiles = range(num_row_tiles)
-            for i in row_tiles:
-                for j in range(2):
-                    call_tile(builder, "tilezero", byte(2 * i + j))
-            second_x = builder.add(x, builder.mul(x_stride, ir.Constant(I64, 16)))
-            with cgutils.for_range(builder, num_steps) as loop:
-                x_offset = builder.shl(loop.index, ir.Constant(I64, 6))
-                step = builder.add(panel, builder.shl(loop.index, ir.Constant(I64, 11)))
-                for i in row_tiles:
-                    row = (x, second_x)[i]
-                    call_tile(builder, "tileloadd64", byte(_A[i]), _address(builder, row, x_offset), x_stride)
-                for j in range(2):
-                    # A row of B is the pair of k of 16 columns; the panel's other half lies between.
-                    row_bytes = ir.Constant(I64, 128)
-                    call_tile(builder, "tileloadd64", byte(_B[j]), _address(builder, step, 64 * j), row_bytes)
-                    for line in range(16):
-                        prefetch_line(
-                            builder, builder.add(step, builder.add(ahead, ir.Constant(I64, 64 * (16 * j + line))))
-                        )
-                    for i in row_tiles:
-                        call_tile(builder, "tdpbf16ps", byte(2 * i + j), byte(_A[i]), byte(_B[j]))
-            for i in row_tiles:
-                for j in range(2):
-                    place = _address(builder, out, 2 * TILE_BYTES * i + 64 * j)
-                    call_tile(builder, "tilestored64", byte(2 * i + j), place, ir.Constant(I64, 128))
-            return context.get_dummy_value()
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for tile in range(2 * count):
+            call_tile(builder, "tilezero", byte(tile))
+        return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 6), codegen
-
-    return multiply
+    return types.void(num_row_tiles), codegen
 
 
-bfloat16_tiles_1 = _bfloat16_tiles(1)
-"""(x, x's row stride, panel, steps of 32 k, bytes to prefetch ahead, scratch of 16 rows); strides in bytes."""
-bfloat16_tiles_2 = _bfloat16_tiles(2)
-"""The same for 17 to 32 rows."""
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def add_first_half(typing_context: Any, num_row_tiles: Any, x: Any, x_stride: Any, weights: Any) -> Any:
+    """32 k of the rows at x, and the first 16 columns of the panel's step at `weights`; x's stride in bytes."""
+    count = num_row_tiles.literal_value
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _, x, x_stride, weights = args
+        for i in range(count):
+            row = builder.add(x, builder.mul(x_stride, ir.Constant(I64, 16 * i)))
+            call_tile(builder, "tileloadd64", byte(_A[i]), _address(builder, row), x_stride)
+        _add_columns(builder, count, weights, 0)
+        return context.get_dummy_value()
+
+    return types.void(num_row_tiles, *[types.int64] * 3), codegen
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def add_second_half(typing_context: Any, num_row_tiles: Any, weights: Any) -> Any:
+    """After `add_first_half`: the other 16 columns."""
+    count = num_row_tiles.literal_value
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _add_columns(builder, count, args[1], 1)
+        return context.get_dummy_value()
+
+    return types.void(num_row_tiles, types.int64), codegen
+
+
+def _add_columns(builder: Any, num_row_tiles: int, weights: Any, half: int) -> None:
+    # A row of B is the pair of k of 16 columns; the panel's other half lies between.
+    place, row_bytes = _address(builder, weights, 64 * half), ir.Constant(I64, 128)
+    call_tile(builder, "tileloadd64", byte(_B[half]), place, row_bytes)
+    for i in range(num_row_tiles):
+        call_tile(builder, "tdpbf16ps", byte(2 * i + half), byte(_A[i]), byte(_B[half]))
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def store_sums(typing_context: Any, num_row_tiles: Any, out: Any) -> Any:
+    """The sums, to rows of 32 float32."""
+    count = num_row_tiles.literal_value
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for tile in range(2 * count):
+            place = _address(builder, args[1], 2 * TILE_BYTES * (tile // 2) + 64 * (tile % 2))
+            call_tile(builder, "tilestored64", byte(tile), place, ir.Constant(I64, 128))
+        return context.get_dummy_value()
+
+    return types.void(num_row_tiles, types.int64), codegen

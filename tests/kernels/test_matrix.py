@@ -109,6 +109,22 @@ def test_what_is_not_finite_stays_where_it_is(dtype: torch.dtype) -> None:
     assert torch.equal(got[others], plain[others])
 
 
+def test_gates_of_any_size(dtype: torch.dtype) -> None:
+    """Gates so large that e ** -gate is infinite or nothing; NaN and infinity stay in their row."""
+    weight = FloatWeight([48, 48], 32, dtype, is_gated=True)
+    weight.fill(torch.cat([torch.eye(48, 32), torch.eye(48, 32).fill_(0.125)]).to(dtype))
+    largest = torch.finfo(dtype).max / 64
+    gates = [0.0, -0.5, 1.0, 20.0, -20.0, -86.5, 86.5, -88.5, 88.5, -120.0, 120.0, -largest, largest]
+    x = torch.zeros(40, 32, dtype=dtype)
+    x[: len(gates), 3] = torch.tensor(gates, dtype=dtype)
+    x[20, 3], x[21, 3], x[22, 3] = torch.nan, torch.inf, -torch.inf
+    got = kernels.gated_linear(x, weight)
+    finite = [i for i in range(40) if i not in (20, 21, 22)]
+    expected = reference_gated(x[finite], weight)
+    torch.testing.assert_close(got[finite], expected, rtol=2 * MAX_ERROR[dtype], atol=1e-30)
+    assert got[20:23, 3].isnan().tolist() == [True, False, True] and got[21, 3] == torch.inf
+
+
 def test_no_rows(dtype: torch.dtype) -> None:
     weight = FloatWeight([5], 8, dtype)
     assert kernels.linear(torch.empty(0, 8, dtype=dtype), weight).shape == (0, 5)
