@@ -6,15 +6,17 @@ versions of one adapter never share KV. They enter the first block that they con
 
 from __future__ import annotations
 
-import hashlib
 import struct
 import sys
+from hashlib import sha256
 
 from pagewire.columns import Int32Column
 from pagewire.engine import Adapter
 
-ROOT_HASH = hashlib.sha256(b"pagewire.block_hash.v1").digest()
+ROOT_HASH = sha256(b"pagewire.block_hash.v1").digest()
 """Parent of every first block; fixed, so that all processes agree."""
+_IS_LITTLE_ENDIAN = sys.byteorder == "little"
+BYTES_PER_TOKEN = 4
 _LENGTH = struct.Struct("<I")
 
 
@@ -44,7 +46,11 @@ def request_extra_keys(adapter: Adapter | None, cache_salt: str) -> bytes:
     return keys + cache_salt_key(cache_salt) if cache_salt else keys
 
 
-def hash_block(parent_hash: bytes, token_ids: Int32Column, extra_keys: bytes = b"") -> bytes:
+def token_bytes(token_ids: Int32Column) -> bytes:
+    """Tokens as they are hashed and told: int32 LE."""
+    return (token_ids if _IS_LITTLE_ENDIAN else token_ids.byteswap()).tobytes()
+
+
+def hash_block(parent_hash: bytes, tokens: bytes, extra_keys: bytes = b"") -> bytes:
     """Sha256 of a full block: parent (32 bytes), number of tokens, tokens as int32 LE, extra keys."""
-    tokens = (token_ids if sys.byteorder == "little" else token_ids.byteswap()).tobytes()
-    return hashlib.sha256(b"".join((parent_hash, _LENGTH.pack(len(token_ids)), tokens, extra_keys))).digest()
+    return sha256(parent_hash + _LENGTH.pack(len(tokens) // BYTES_PER_TOKEN) + tokens + extra_keys).digest()

@@ -29,27 +29,30 @@ class FreeBlockQueue:
         self._ends = KVCacheBlock(-1)
         self._ends.prev_free = self._ends.next_free = self._ends
         self.num_blocks = 0
+        self.extend(blocks)
+
+    def extend(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Makes the blocks the last ones to be reused, in their order."""
+        last = self._ends.prev_free
+        assert last is not None
         for block in blocks:
-            self.append(block)
-
-    def _insert(self, block: KVCacheBlock, before: KVCacheBlock) -> None:
-        if block.next_free is not None:
-            raise RuntimeError(f"block {block.block_id} is in the free list already")
-        previous = before.prev_free
-        assert previous is not None
-        block.prev_free, block.next_free = previous, before
-        previous.next_free = before.prev_free = block
-        self.num_blocks += 1
-
-    def append(self, block: KVCacheBlock) -> None:
-        """Makes the block the last one to be reused."""
-        self._insert(block, self._ends)
+            if block.next_free is not None:
+                raise RuntimeError(f"block {block.block_id} is in the free list already")
+            # Whole at every moment: a block that is refused leaves those before it in the list.
+            last.next_free = self._ends.prev_free = block
+            block.prev_free, block.next_free = last, self._ends
+            last = block
+            self.num_blocks += 1
 
     def prepend(self, block: KVCacheBlock) -> None:
         """Makes the block the next one to be reused."""
         first = self._ends.next_free
         assert first is not None
-        self._insert(block, first)
+        if block.next_free is not None:
+            raise RuntimeError(f"block {block.block_id} is in the free list already")
+        block.prev_free, block.next_free = self._ends, first
+        self._ends.next_free = first.prev_free = block
+        self.num_blocks += 1
 
     def remove(self, block: KVCacheBlock) -> None:
         """Takes a block out from wherever it stands."""
@@ -87,10 +90,10 @@ class BlockPool:
     """All blocks of the KV pool. Block 0 is the null block: never handed out, never cached, never counted.
 
     A block is free exactly when its ref_cnt is 0; a free block may still be found by its hash until it is reused.
-    `on_removed` hears of every hash that no block holds any more.
+    `on_removed` hears of hashes that no block holds any more.
     """
 
-    def __init__(self, num_blocks: int, on_removed: Callable[[bytes], None] | None = None) -> None:
+    def __init__(self, num_blocks: int, on_removed: Callable[[list[bytes]], None] | None = None) -> None:
         if num_blocks < 2:
             raise ValueError(f"num_blocks is {num_blocks}: must be at least 2, block 0 is the null block")
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
@@ -122,8 +125,8 @@ class BlockPool:
         if num_blocks > self.num_free_blocks:
             raise ValueError(f"{num_blocks} blocks wanted, {self.num_free_blocks} free")
         blocks = self.free_queue.popleft(num_blocks)
+        self._forget_hashes(blocks)
         for block in blocks:
-            self._forget_hash(block)
             block.ref_cnt = 1
         return blocks
 
@@ -140,6 +143,7 @@ class BlockPool:
         Blocks go tail first, because a prefix is worth more than what follows it; blocks without a hash are of no
         use to anybody and are reused first. Raises RuntimeError for a block that nobody holds.
         """
+        freed = []
         for block in reversed(blocks):
             if block.ref_cnt <= 0:
                 raise RuntimeError(f"block {block.block_id} is freed twice")
@@ -148,7 +152,8 @@ class BlockPool:
                 if block.block_hash is None:
                     self.free_queue.prepend(block)
                 else:
-                    self.free_queue.append(block)
+                    freed.append(block)
+        self.free_queue.extend(freed)
 
     def cache_block(self, block: KVCacheBlock, block_hash: bytes) -> bool:
         """Makes a full, committed block findable; returns whether its hash is new to the pool."""
@@ -168,13 +173,16 @@ class BlockPool:
         self.cached_blocks.clear()
         return True
 
-    def _forget_hash(self, block: KVCacheBlock) -> None:
-        if block.block_hash is None:
-            return
-        blocks = self.cached_blocks[block.block_hash]
-        del blocks[block.block_id]
-        if not blocks:
-            del self.cached_blocks[block.block_hash]
-            if self._on_removed is not None:
-                self._on_removed(block.block_hash)
-        block.block_hash = None
+    def _forget_hashes(self, blocks: Iterable[KVCacheBlock]) -> None:
+        removed = []
+        for block in blocks:
+            block_hash = block.block_hash
+            if block_hash is not None:
+                block.block_hash = None
+                others = self.cached_blocks[block_hash]
+                del others[block.block_id]
+                if not others:
+                    del self.cached_blocks[block_hash]
+                    removed.append(block_hash)
+        if removed and self._on_removed is not None:
+            self._on_removed(removed)

@@ -69,8 +69,7 @@ def _commit_tokens(
     table.last_token_ns[slots] = now_ns
     is_full = num_committed >= table.next_full_tokens[slots]
     if is_full.any():
-        for request, num_tokens in zip(table.requests[slots[is_full]], num_committed[is_full].tolist(), strict=True):
-            scheduler.cache_blocks(request, num_tokens)
+        scheduler.cache_blocks_of(slots[is_full], num_committed[is_full])
     scheduler.stats.num_generated_tokens += len(slots)
     offsets -= table.num_prompt_tokens[slots]
     is_turn = table.awaits_first_token[slots] | may_end(table, slots, token_ids)

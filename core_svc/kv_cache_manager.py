@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from core_svc.block_hash import ROOT_HASH, hash_block
+from core_svc.block_hash import BYTES_PER_TOKEN, ROOT_HASH, hash_block, token_bytes
 from core_svc.block_pool import BlockPool, KVCacheBlock
 from core_svc.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from core_svc.request import Request
@@ -30,9 +30,7 @@ class KVCacheManager:
         self._events: list[KvEvent] = []
         self._coming: Counter[bytes] = Counter()
         """Hashes of the full blocks that admitted requests are about to compute, by number of requests."""
-        on_removed = (
-            (lambda block_hash: self._events.append(BlockRemoved((block_hash,)))) if is_recording_events else None
-        )
+        on_removed = (lambda hashes: self._events.append(BlockRemoved(tuple(hashes)))) if is_recording_events else None
         self.pool = BlockPool(num_blocks, on_removed)
 
     @property
@@ -112,12 +110,31 @@ class KVCacheManager:
         if not self.enable_caching or num_full_blocks <= first:
             return
         token_ids = request.token_ids
+        size = self.block_size
         for idx in range(first, num_full_blocks):
-            is_new = self.pool.cache_block(request.blocks[idx], self._block_hash(request, idx, token_ids))
-            if is_new and self._is_recording_events:
-                self._events.append(self._stored(request, idx, token_ids))
+            self._cache_block(request, idx, token_bytes(token_ids[idx * size : (idx + 1) * size]))
         self._withdraw(request, num_full_blocks)
         request.num_cached_blocks = num_full_blocks
+
+    def cache_next_blocks(self, requests: Sequence[Request], token_ids: Int32Column) -> None:
+        """Makes one more full block of each request findable: the one of these tokens, [requests, block_size]."""
+        tokens, num_bytes = token_bytes(token_ids), self.block_size * BYTES_PER_TOKEN
+        for start, request in zip(range(0, len(tokens), num_bytes), requests, strict=True):
+            idx = request.num_cached_blocks
+            self._cache_block(request, idx, tokens[start : start + num_bytes])
+            if idx < request.num_announced_blocks:
+                self._withdraw(request, idx + 1)
+            request.num_cached_blocks = idx + 1
+
+    def _cache_block(self, request: Request, idx: int, tokens: bytes) -> None:
+        """Makes a block findable; those before it have their hashes."""
+        hashes = request.block_hashes
+        if idx == len(hashes):
+            hashes.append(self._next_hash(request, tokens))
+        is_new = self.pool.cache_block(request.blocks[idx], hashes[idx])
+        if is_new and self._is_recording_events:
+            parent = hashes[idx - 1] if idx else b""
+            self._events.append(BlockStored((hashes[idx],), parent, tokens, self.block_size, request.adapter))
 
     def free(self, request: Request) -> None:
         """Gives back all blocks of the request."""
@@ -150,8 +167,6 @@ class KVCacheManager:
 
     def _withdraw(self, request: Request, end: int) -> None:
         """Takes back what was announced of the request's blocks that have no hash yet and are before `end`."""
-        if request.num_cached_blocks >= request.num_announced_blocks:
-            return
         for block_hash in request.block_hashes[request.num_cached_blocks : min(end, request.num_announced_blocks)]:
             self._coming[block_hash] -= 1
             if not self._coming[block_hash]:
@@ -160,13 +175,9 @@ class KVCacheManager:
     def _block_hash(self, request: Request, idx: int, token_ids: Int32Column) -> bytes:
         hashes, size = request.block_hashes, self.block_size
         for start in range(len(hashes) * size, (idx + 1) * size, size):
-            tokens = token_ids[start : start + size]
-            hashes.append(
-                hash_block(hashes[-1], tokens) if hashes else hash_block(ROOT_HASH, tokens, request.extra_keys)
-            )
+            hashes.append(self._next_hash(request, token_bytes(token_ids[start : start + size])))
         return hashes[idx]
 
-    def _stored(self, request: Request, idx: int, token_ids: Int32Column) -> BlockStored:
-        hashes, size = request.block_hashes, self.block_size
-        tokens = tuple(token_ids[idx * size : (idx + 1) * size].tolist())
-        return BlockStored((hashes[idx],), hashes[idx - 1] if idx else b"", tokens, size, request.adapter)
+    def _next_hash(self, request: Request, tokens: bytes) -> bytes:
+        hashes = request.block_hashes
+        return hash_block(hashes[-1], tokens) if hashes else hash_block(ROOT_HASH, tokens, request.extra_keys)

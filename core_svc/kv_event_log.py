@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from core_svc.block_hash import BYTES_PER_TOKEN
 from core_svc.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 
 SNAPSHOT_BLOCKS = 4096
@@ -77,9 +78,9 @@ class KvEventLog:
             case BlockStored(block_hashes=(block_hash,)):
                 self._stored[block_hash] = event
             case BlockStored():
-                parent = event.parent_block_hash
+                parent, size = event.parent_block_hash, event.block_size * BYTES_PER_TOKEN
                 for i, block_hash in enumerate(event.block_hashes):
-                    token_ids = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
+                    token_ids = event.token_ids[i * size : (i + 1) * size]
                     self._stored[block_hash] = BlockStored(
                         (block_hash,), parent, token_ids, event.block_size, event.adapter
                     )

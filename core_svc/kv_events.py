@@ -18,8 +18,8 @@ class BlockStored(NamedTuple):
     """Sha256 of each block, 32 bytes."""
     parent_block_hash: bytes
     """Hash of the block before the first; empty at the start of a prompt."""
-    token_ids: tuple[int, ...]
-    """Tokens of all the blocks."""
+    token_ids: bytes
+    """Tokens of all the blocks, int32 LE: a tuple of them would take six times the memory."""
     block_size: int
     adapter: Adapter | None = None
 

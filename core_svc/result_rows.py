@@ -31,25 +31,19 @@ class ResultRows:
     """A step's result by row of the plan."""
 
     def __init__(self, plan: StepPlan, result: StepResult, num_slots: int) -> None:
-        self._plan, self._result = plan, result
-        self._row_of_slot = np.full(num_slots, -1, np.int32)
-        self._row_of_slot[plan.slots] = np.arange(len(plan.slots), dtype=np.int32)
+        self._plan, self._result, self._num_slots = plan, result, num_slots
         is_same = len(result.slots) == len(plan.slots) and bool((result.slots == plan.slots).all())
-        rows = np.arange(len(plan.slots), dtype=np.int32) if is_same else self._rows_of(result.slots)
-        is_known = rows >= 0
-        if not is_known.all():
-            rows = rows[is_known]
-        self._starts = self._spread(rows, is_known, np.cumsum(result.num_tokens) - result.num_tokens)
-        self.num_tokens = self._spread(rows, is_known, result.num_tokens)
+        rows = None if is_same else self._rows_of(result.slots)
+        self._starts = self._spread(rows, np.cumsum(result.num_tokens, dtype=np.int32) - result.num_tokens)
+        self.num_tokens = self._spread(rows, result.num_tokens)
         self.is_plain = self.num_tokens == 1
         """By row: one token, and nothing else."""
-        self.num_unknown = self._note_extras(set(result.slots[~is_known].tolist()))
+        self.num_unknown = self._note_extras(set() if rows is None else set(result.slots[rows < 0].tolist()))
         self._num_drafts = None
         if len(result.draft_token_ids):
-            self._num_drafts = self._spread(rows, is_known, result.num_draft_tokens)
-            self._draft_starts = self._spread(
-                rows, is_known, np.cumsum(result.num_draft_tokens) - result.num_draft_tokens
-            )
+            starts = np.cumsum(result.num_draft_tokens, dtype=np.int32) - result.num_draft_tokens
+            self._num_drafts = self._spread(rows, result.num_draft_tokens)
+            self._draft_starts = self._spread(rows, starts)
             self.is_plain &= self._num_drafts == 0
 
     def first_tokens(self, rows: npt.NDArray[np.intp]) -> Int32Column:
@@ -72,13 +66,19 @@ class ResultRows:
 
     def _rows_of(self, slots: Int32Column) -> Int32Column:
         """Rows of slots; -1 for a slot that the plan has no row of."""
-        is_slot = (slots >= 0) & (slots < len(self._row_of_slot))
-        rows: Int32Column = np.where(is_slot, self._row_of_slot[np.where(is_slot, slots, 0)], -1)
+        row_of_slot = np.full(self._num_slots, -1, np.int32)
+        row_of_slot[self._plan.slots] = np.arange(len(self._plan.slots), dtype=np.int32)
+        is_slot = (slots >= 0) & (slots < self._num_slots)
+        rows: Int32Column = np.where(is_slot, row_of_slot[np.where(is_slot, slots, 0)], -1)
         return rows
 
-    def _spread(self, rows: Int32Column, is_known: npt.NDArray[np.bool_], values: Int32Column) -> Int32Column:
+    def _spread(self, rows: Int32Column | None, values: Int32Column) -> Int32Column:
+        """Values by row of the plan; None says that they are that already."""
+        if rows is None:
+            return values
         spread = np.zeros(len(self._plan.slots), np.int32)
-        spread[rows] = values[is_known]
+        is_known = rows >= 0
+        spread[rows[is_known]] = values[is_known]
         return spread
 
     def _note_extras(self, unknown: set[int]) -> int:

@@ -323,6 +323,20 @@ class Scheduler:
         self.kv.cache_blocks(request, num_committed_tokens)
         self.table.next_full_tokens[request.slot] = self._next_full_tokens(request)
 
+    def cache_blocks_of(self, slots: Int32Column, num_committed_tokens: Int32Column) -> None:
+        """The same for running requests with at least one more full block each; decodes have just one."""
+        table, size = self.table, self.config.block_size
+        has_one = num_committed_tokens < table.next_full_tokens[slots] + size
+        decodes = slots[has_one]
+        first_tokens = table.next_full_tokens[decodes] - size
+        tokens = table.token_ids[decodes[:, None], first_tokens[:, None] + np.arange(size)]
+        self.kv.cache_next_blocks(table.requests[decodes].tolist(), tokens)
+        table.next_full_tokens[decodes] += size
+        if len(decodes) < len(slots):
+            others = zip(table.requests[slots[~has_one]], num_committed_tokens[~has_one].tolist(), strict=True)
+            for request, num_committed in others:
+                self.cache_blocks(request, num_committed)
+
     def _next_full_tokens(self, request: Request) -> int:
         return (request.num_cached_blocks + 1) * self.config.block_size if self.kv.enable_caching else NEVER
 

@@ -89,7 +89,7 @@ class SlotTable:
         self.is_plain[slot] = not request.logprob_width and num_stop_ids <= MAX_STOP_IDS
         self.awaits_first_token[slot] = not request.first_token_ns
         request.slot, request.table = slot, self
-        self._insert(slot, bisect_right(self.running, request.order, key=self._order_of))
+        self._insert(slot, self._place_of(request))
 
     def _set_stop_ids(self, slot: int, stop_ids: list[int]) -> int:
         """Keeps as many of a slot's ids as there are lines; returns how many ids it has."""
@@ -98,6 +98,12 @@ class SlotTable:
             self.stop_ids[line, slot] = stop_id
         self.num_stop_ids = max(self.num_stop_ids, min(len(stop_ids), MAX_STOP_IDS))
         return len(stop_ids)
+
+    def _place_of(self, request: Request) -> int:
+        """Where the request belongs in running: mostly at the end."""
+        if not len(self.running) or self._order_of(self.running[-1]) <= request.order:
+            return len(self.running)
+        return bisect_right(self.running, request.order, key=self._order_of)
 
     def _insert(self, slot: int, place: int) -> None:
         """Puts a slot into running; a fifth of the time of np.insert."""

@@ -274,7 +274,7 @@ def kv_events_to_proto(batch: KvEventBatch, core_incarnation: str) -> core_pb2.S
                     core_pb2.KvEvent.BlockStored(
                         block_hashes=event.block_hashes,
                         parent_block_hash=event.parent_block_hash,
-                        token_ids=pack_int32(event.token_ids),
+                        token_ids=event.token_ids,
                         block_size=event.block_size,
                         adapter=adapter_to_proto(event.adapter),
                     )

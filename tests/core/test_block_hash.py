@@ -15,6 +15,7 @@ from core_svc.block_hash import (
     hash_block,
     media_key,
     request_extra_keys,
+    token_bytes,
 )
 from pagewire.engine import Adapter
 
@@ -23,16 +24,16 @@ TOKENS = np.array([1, 2, 300, 70000], np.int32)
 
 def test_the_hash_is_sha256_over_parent_count_and_little_endian_tokens() -> None:
     data = ROOT_HASH + struct.pack("<I", 4) + struct.pack("<4i", *TOKENS)
-    assert hash_block(ROOT_HASH, TOKENS) == hashlib.sha256(data).digest()
+    assert hash_block(ROOT_HASH, token_bytes(TOKENS)) == hashlib.sha256(data).digest()
 
 
 def test_parent_tokens_and_order_count() -> None:
-    first = hash_block(ROOT_HASH, TOKENS)
+    first = hash_block(ROOT_HASH, token_bytes(TOKENS))
     others = [
-        hash_block(first, TOKENS),
-        hash_block(ROOT_HASH, TOKENS[::-1]),
-        hash_block(ROOT_HASH, TOKENS[:3]),
-        hash_block(ROOT_HASH, TOKENS, b"x"),
+        hash_block(first, token_bytes(TOKENS)),
+        hash_block(ROOT_HASH, token_bytes(TOKENS[::-1])),
+        hash_block(ROOT_HASH, token_bytes(TOKENS[:3])),
+        hash_block(ROOT_HASH, token_bytes(TOKENS), b"x"),
     ]
     assert len({first, *others}) == 5
 

@@ -89,7 +89,7 @@ def test_touch_takes_a_free_block_out_of_the_middle() -> None:
 
 def test_a_reused_block_loses_its_hash() -> None:
     removed: list[bytes] = []
-    pool = BlockPool(3, removed.append)
+    pool = BlockPool(3, removed.extend)
     pool.free_blocks(hashed(pool, 2))
     pool.get_new_blocks(1)
     assert removed == [b"h\x01"]
@@ -98,7 +98,7 @@ def test_a_reused_block_loses_its_hash() -> None:
 
 def test_one_of_two_blocks_with_a_hash_may_go() -> None:
     removed: list[bytes] = []
-    pool = BlockPool(3, removed.append)
+    pool = BlockPool(3, removed.extend)
     first, second = pool.get_new_blocks(2)
     assert pool.cache_block(first, b"same") and not pool.cache_block(second, b"same")
     pool.free_blocks([first])
@@ -121,7 +121,7 @@ def test_reset_only_while_nothing_is_in_use() -> None:
 def test_the_free_list_refuses_a_block_twice_and_one_that_is_not_there() -> None:
     pool = BlockPool(3)
     with pytest.raises(RuntimeError):
-        pool.free_queue.append(pool.blocks[1])
+        pool.free_queue.extend([pool.blocks[1]])
     (block,) = pool.free_queue.popleft()
     with pytest.raises(RuntimeError):
         pool.free_queue.remove(block)

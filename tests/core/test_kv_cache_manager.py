@@ -7,6 +7,7 @@ from core_support import FRONTEND, make_request, params
 from core_svc.kv_cache_manager import KVCacheManager
 from core_svc.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from core_svc.request import Request
+from pagewire.columns import pack_int32
 from pagewire.engine import Adapter
 from pagewire.sampling import SamplingParams
 
@@ -143,13 +144,13 @@ def test_events_tell_what_can_be_found() -> None:
     stored = kv.take_events()
     hashes = [block.block_hash for block in first.blocks[:2]]
     assert stored == [
-        BlockStored((hashes[0],), b"", tuple(PROMPT[:4]), 4, adapter),
-        BlockStored((hashes[1],), hashes[0], tuple(PROMPT[4:8]), 4, adapter),
+        BlockStored((hashes[0],), b"", pack_int32(PROMPT[:4]), 4, adapter),
+        BlockStored((hashes[1],), hashes[0], pack_int32(PROMPT[4:8]), 4, adapter),
     ]
     kv.free(first)
     other = request(list(range(50, 62)), 1)
     admitted(kv, other)
-    assert kv.take_events() == [BlockRemoved((hashes[1],)), BlockRemoved((hashes[0],))]
+    assert kv.take_events() == [BlockRemoved((hashes[1], hashes[0]))]
     kv.free(other)
     assert kv.reset_prefix_cache()
     assert kv.take_events() == [AllBlocksCleared()] and kv.take_events() == []

@@ -301,7 +301,7 @@ def test_every_command_and_its_result() -> None:
 
 
 def test_kv_events() -> None:
-    stored = BlockStored((b"a" * 32, b"b" * 32), b"p" * 32, (1, 2, 3, 4), 2, Adapter("x", 7))
+    stored = BlockStored((b"a" * 32, b"b" * 32), b"p" * 32, pack_int32([1, 2, 3, 4]), 2, Adapter("x", 7))
     batch = KvEventBatch(5, 99, (AllBlocksCleared(), stored, BlockRemoved((b"c" * 32,))))
     proto = wire.kv_events_to_proto(batch, "core")
     assert (proto.sequence, proto.time_ns, proto.core_incarnation) == (5, 99, "core")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from core_svc import kv_event_log
 from core_svc.kv_event_log import KvEventBatch, KvEventLog
 from core_svc.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from pagewire.columns import pack_int32
 
 
 def block(i: int) -> bytes:
@@ -20,7 +21,7 @@ class Router:
 
     def __init__(self) -> None:
         self.next_sequence = 1
-        self.hashes: dict[bytes, tuple[bytes, tuple[int, ...]]] = {}
+        self.hashes: dict[bytes, tuple[bytes, bytes]] = {}
         self.num_snapshots = 0
 
     def read(self, log: KvEventLog) -> None:
@@ -39,7 +40,7 @@ class Router:
                 case BlockStored():
                     parent = event.parent_block_hash
                     for i, block_hash in enumerate(event.block_hashes):
-                        tokens = event.token_ids[i * event.block_size : (i + 1) * event.block_size]
+                        tokens = event.token_ids[4 * i * event.block_size : 4 * (i + 1) * event.block_size]
                         self.hashes[block_hash] = (parent, tokens)
                         parent = block_hash
         self.next_sequence = batch.sequence + 1
@@ -51,7 +52,7 @@ def test_sequences_have_no_gaps_and_readers_resume() -> None:
     log.append([])
     assert (log.last_sequence, notified) == (0, [])
     for i in range(5):
-        log.append([BlockStored((block(i),), b"", (i,), 1)])
+        log.append([BlockStored((block(i),), b"", pack_int32((i,)), 1)])
     assert [batch.sequence for batch in log.read(0)] == [1, 2, 3, 4, 5]
     assert [batch.sequence for batch in log.read(4)] == [4, 5]
     assert log.read(6) == []
@@ -60,15 +61,15 @@ def test_sequences_have_no_gaps_and_readers_resume() -> None:
 
 def test_a_gap_starts_with_a_snapshot() -> None:
     log = KvEventLog(max_batches=2)
-    log.append([BlockStored((block(1), block(2)), b"", (1, 2, 3, 4), 2)])
+    log.append([BlockStored((block(1), block(2)), b"", pack_int32((1, 2, 3, 4)), 2)])
     log.append([BlockRemoved((block(1),))])
-    log.append([BlockStored((block(3),), block(2), (5, 6), 2)])
+    log.append([BlockStored((block(3),), block(2), pack_int32((5, 6)), 2)])
     (batch,) = log.read(1)
     assert batch.sequence == 3
     assert batch.events == (
         AllBlocksCleared(),
-        BlockStored((block(2),), block(1), (3, 4), 2),
-        BlockStored((block(3),), block(2), (5, 6), 2),
+        BlockStored((block(2),), block(1), pack_int32((3, 4)), 2),
+        BlockStored((block(3),), block(2), pack_int32((5, 6)), 2),
     )
     # A number of another core's life is a gap too.
     assert isinstance(log.read(77)[0].events[0], AllBlocksCleared)
@@ -80,7 +81,7 @@ def test_a_large_snapshot_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(kv_event_log, "SNAPSHOT_BLOCKS", 3)
     log = KvEventLog(max_batches=1)
     for i in range(8):
-        log.append([BlockStored((block(i),), b"", (i,), 1)])
+        log.append([BlockStored((block(i),), b"", pack_int32((i,)), 1)])
     batches = log.read(1)
     assert [len(batch.events) for batch in batches] == [3, 3, 3]
     assert [batch.sequence for batch in batches] == [0, 0, 8], "who has only a part of it must not go on from 8"
@@ -105,7 +106,7 @@ def test_every_reader_ends_with_the_same_cache(changes: list[tuple[str, object]]
         if kind == "store":
             ids = [i for i in argument if i not in stored]  # type: ignore[attr-defined]
             if ids:
-                events = [BlockStored(tuple(map(block, ids)), b"", tuple(ids), 1)]
+                events = [BlockStored(tuple(map(block, ids)), b"", pack_int32(ids), 1)]
                 stored.update(ids)
         elif kind == "remove" and argument in stored:
             events = [BlockRemoved((block(argument),))]  # type: ignore[arg-type]
