@@ -60,6 +60,9 @@ from kernels.cpu.vectors import (
     _EPS,
 ) = range(0, 8 * 27, 8)
 _CHUNK_ELEMENTS = 1 << 13
+_MANY_TOKENS, _BLOCK_TOKENS = 128, 32
+"""From so many tokens on a chunk has whole blocks: the keys of a block's tokens lie in the same cache lines, and two
+threads that write to them take each other's. 1,024 tokens of SmolLM2-135M by two threads: 0.30 ms, 0.15 with it."""
 _MOST_SIZE = 1024
 _SCRATCH_BYTES = 4 * _MOST_SIZE
 _f32 = numba.float32
@@ -286,4 +289,6 @@ def write_kv(
 
 def _run(num_tokens: int, token_elements: int, *words: int, eps: float) -> None:
     per_chunk = max(2, _CHUNK_ELEMENTS // token_elements)
+    if num_tokens >= _MANY_TOKENS:
+        per_chunk = -(-per_chunk // _BLOCK_TOKENS) * _BLOCK_TOKENS
     _rotate(-(-num_tokens // per_chunk), *words, per_chunk, eps)
