@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from frontend_svc.outputs import RequestOutput
@@ -75,7 +76,7 @@ class ResponseWriter:
 
     async def run(self) -> None:
         """Returns once the last output is sent. Raises the error that ended the request, or that of a write."""
-        self._parent.listen(lambda: self._outbox.add(self))
+        self._parent.listen(partial(self._outbox.add, self))
         try:
             await self._done
         finally:

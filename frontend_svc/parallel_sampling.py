@@ -6,7 +6,6 @@ message. So it is bounded by what the request may generate, and a caller that fa
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 from frontend_svc.logprobs import LogprobsProcessor
@@ -40,7 +39,8 @@ class ParentRequest:
         self._prompt_processor = prompt_logprobs
         self._prompt_logprobs: list[PositionLogprobs] = [{}]
         self._changed: dict[int, RequestState] = {}
-        self._wake = asyncio.Event()
+        self.is_ready = False
+        """There is something to take: an output, or the error that ended the request."""
         self._on_ready: Callable[[], None] | None = None
         self._has_sent = False
         self._has_ended = False
@@ -70,12 +70,13 @@ class ParentRequest:
 
     def mark(self, child: RequestState, num_new_tokens: int = 0) -> None:
         """A child has something to show."""
-        if self._wake.is_set():
+        if self.is_ready:
             self.num_behind += num_new_tokens
-        if child.is_finished:
+        if child.finish_reason is not None:
             self._num_unfinished -= 1
         self._changed[child.index] = child
-        self._notify()
+        if not self.is_ready:
+            self._notify()
 
     def add_prompt_logprobs(self, start: int, columns: LogprobColumns) -> bool:
         """Takes log-probabilities of prompt positions from `start` on. False where positions are missing before."""
@@ -111,8 +112,8 @@ class ParentRequest:
         self._ring()
 
     def _ring(self) -> None:
-        if not self._wake.is_set():
-            self._wake.set()
+        if not self.is_ready:
+            self.is_ready = True
             if self._on_ready is not None:
                 self._on_ready()
 
@@ -122,19 +123,14 @@ class ParentRequest:
         if on_ready is not None and self.is_ready:
             on_ready()
 
-    @property
-    def is_ready(self) -> bool:
-        """There is something to take: an output, or the error that ended the request."""
-        return self._wake.is_set()
-
     def take(self) -> RequestOutput:
-        """What is there now; to be called once `get` would not wait."""
+        """What is there now; to be called once it `is_ready`."""
         output = RequestOutput(
             self.external_request_id, [child.take() for child in self._changed.values()], self._prompt
         )
         self._changed = {}
         self.num_behind = 0
-        self._wake.clear()
+        self.is_ready = False
         if not self._has_sent:
             self._has_sent = True
             if self._returns_prompt_token_ids:
@@ -153,11 +149,6 @@ class ParentRequest:
         output = RequestOutput(self.external_request_id, completions, self._prompt, finished=True, error=self.error)
         output.prompt_token_ids, output.usage = list(self._prompt_token_ids), self.usage
         return output
-
-    async def get(self) -> RequestOutput:
-        """Waits for the next output. Raises the error that ended the request."""
-        await self._wake.wait()
-        return self.take_ready()
 
     def take_ready(self) -> RequestOutput:
         """What is there, once `is_ready`. Raises the error that ended the request."""

@@ -43,6 +43,20 @@ def test_case_7_a_hit_on_the_whole_prompt_recomputes_the_last_token() -> None:
     assert_engine_empty(harness)
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_the_next_turn_of_a_conversation_finds_what_was_generated(async_scheduling: bool) -> None:
+    """Blocks that decodes fill, several in one step and each at its own place, are found under their own tokens."""
+    harness = Harness(block_size=4, async_scheduling=async_scheduling)
+    asked = [make_request(i, 6 + 4 * i + i % 2, params(20)) for i in range(4)]
+    harness.add(*asked)
+    harness.run()
+    for i, request in enumerate(asked):
+        known = [*request.prompt_token_ids.tolist(), *harness.of(i).tokens]
+        again = run_one(harness, make_request(10 + i, [*known, 5], params(2)))
+        assert again.started == (len(known) - 1) // 4 * 4, "the last token was sampled and never computed"
+    assert_engine_empty(harness)
+
+
 def test_case_8_prompt_logprobs_skip_reading_the_cache_and_still_write_it() -> None:
     harness = Harness(block_size=4)
     prompt = list(range(100, 113))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -55,7 +53,8 @@ def register(
 
 
 def take(parent: ParentRequest) -> RequestOutput:
-    return asyncio.run(asyncio.wait_for(parent.get(), 1))
+    assert parent.is_ready
+    return parent.take_ready()
 
 
 def test_unknown_ids_are_counted_and_ignored(smollm2: Tokenizer) -> None:
@@ -187,7 +186,7 @@ def test_a_late_reader_gets_everything_merged(smollm2: Tokenizer, data: st.DataO
         finished = [Finished(0, FinishReason.LENGTH)] if is_last else []
         row = (request_id, start, tokens[request_id][start : sent[request_id]])
         assert processor.process_outputs(step(row, finished=finished)) == {}
-        if parent._wake.is_set() and data.draw(st.booleans()):
+        if parent.is_ready and data.draw(st.booleans()):
             read()
     if not parent.has_ended:
         assert read()

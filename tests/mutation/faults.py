@@ -73,7 +73,7 @@ FAULTS = [
     Fault(
         "a reused block keeps its hash",
         "core_svc/block_pool.py",
-        "            self._forget_hash(block)\n",
+        "        self._forget_hashes(blocks)\n",
         "",
         (POOL,),
     ),
@@ -370,5 +370,33 @@ FAULTS = [
         "        self._withdraw(request, num_full_blocks)\n",
         "",
         (ADMISSION,),
+    ),
+    Fault(
+        "a decode's full block is hashed by the tokens of the next one",
+        "core_svc/scheduler.py",
+        "first_tokens = table.next_full_tokens[decodes] - size",
+        "first_tokens = table.next_full_tokens[decodes]",
+        (ADMISSION,),
+    ),
+    Fault(
+        "a token that ends a request is not looked at",
+        "core_svc/commit.py",
+        "is_turn = table.awaits_first_token[slots] | may_end(table, slots, token_ids)",
+        "is_turn = table.awaits_first_token[slots]",
+        (SCHEDULING,),
+    ),
+    Fault(
+        "a first token is not noted",
+        "core_svc/commit.py",
+        "is_turn = table.awaits_first_token[slots] | may_end(table, slots, token_ids)",
+        "is_turn = may_end(table, slots, token_ids)",
+        (SCHEDULING, INTAKE),
+    ),
+    Fault(
+        "an end goes to the row of another request",
+        "core_svc/commit.py",
+        "token_id, row + place, now_ns)",
+        "token_id, row, now_ns)",
+        (SCHEDULING,),
     ),
 ]
