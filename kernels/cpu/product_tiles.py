@@ -75,7 +75,7 @@ def _make_multiply(num_row_tiles: int, is_cold: bool) -> Any:
                     finish_row(way, scratch, place)
                     scratch += 128
                     place += out_stride
-            add_second_half(num_row_tiles, weights)
+            add_second_half(num_row_tiles, weights + 64)
             if is_cold:
                 prefetch_run(weights + AHEAD_BYTES + 1024, 16)
             x += 64

@@ -15,13 +15,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu.features import cpu_flags
 from kernels.cpu.quant_dots import KINDS, fma, fours_of_group, load_half, offset, one_of, parts_of_panel
-from kernels.cpu.tiles import BYTES, byte, call_tile
+from kernels.cpu.tiles import BYTES, call_tile
 from kernels.cpu.vectors import I64, V_F32, V_I32, constant, pointer, round_to_bfloat16
 
-HAS_TILES = {"amx_tile", "amx_bf16", "amx_int8"} <= cpu_flags()
-"""Whether tiles can be compiled; `features.isa()` says whether they may be used."""
 TILE = 16
 BLOCK = 2 * TILE
 """Activations and weight rows of one product."""
@@ -42,8 +39,7 @@ def configure_tiles(typing_context: Any, address: Any) -> Any:
     """Before the first tile product of a thread; its argument is the address of `tile_configuration`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if HAS_TILES:
-            call_tile(builder, "ldtilecfg", builder.inttoptr(args[0], BYTES))
+        call_tile(builder, "ldtilecfg", builder.inttoptr(args[0], BYTES))
         return context.get_dummy_value()
 
     return types.void(types.int64), codegen
@@ -54,75 +50,10 @@ def release_tiles(typing_context: Any) -> Any:
     """After a thread's last tile product: the system then has no tiles to save."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if HAS_TILES:
-            call_tile(builder, "tilerelease")
+        call_tile(builder, "tilerelease")
         return context.get_dummy_value()
 
     return types.void(), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def tile_product(
-    typing_context: Any,
-    num_row_tiles: Any,
-    is_int8: Any,
-    x: Any,
-    x_stride: Any,
-    weights: Any,
-    panel_stride: Any,
-    steps: Any,
-    out: Any,
-) -> Any:
-    """16 or 32 activations times two panels, in int8 or in bfloat16.
-
-    num_row_tiles 1 or 2; is_int8 0 or 1; address of the activations, bytes from one to the next; address of the first
-    panel's numbers, bytes from panel to panel; number of 64-byte steps along k; address of the result
-    [16 * num_row_tiles, 32] in int32 or float32.
-    """
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if not HAS_TILES:
-            return context.get_dummy_value()
-        tiles, int8, *rest = args
-
-        def of_type(instruction: str) -> None:
-            one_of(builder, tiles, {n: lambda n=n: _product(builder, n, instruction, *rest) for n in (1, 2)})  # type: ignore[misc]
-
-        one_of(builder, int8, {0: lambda: of_type("tdpbf16ps"), 1: lambda: of_type("tdpbsud")})
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 8), codegen
-
-
-def _product(
-    builder: Any,
-    num_row_tiles: int,
-    instruction: str,
-    x: Any,
-    stride: Any,
-    weights: Any,
-    panels: Any,
-    steps: Any,
-    out: Any,
-) -> None:
-    rows, columns = range(num_row_tiles), range(2)
-    sums = {(i, j): byte(2 * i + j) for i in rows for j in columns}
-    left, right = [byte(4 + i) for i in rows], [byte(6 + j) for j in columns]
-    for tile in sums.values():
-        call_tile(builder, "tilezero", tile)
-    with cgutils.for_range(builder, steps) as loop:
-        along_x, along_w = (builder.shl(loop.index, ir.Constant(I64, n)) for n in (6, 10))
-        for j in columns:
-            place = builder.add(builder.add(weights, builder.mul(panels, ir.Constant(I64, j))), along_w)
-            call_tile(builder, "tileloadd64", right[j], builder.inttoptr(place, BYTES), ir.Constant(I64, 64))
-        for i in rows:
-            place = builder.add(builder.add(x, builder.mul(stride, ir.Constant(I64, TILE * i))), along_x)
-            call_tile(builder, "tileloadd64", left[i], builder.inttoptr(place, BYTES), stride)
-            for j in columns:
-                call_tile(builder, instruction, sums[i, j], left[i], right[j])
-    for (i, j), tile in sums.items():
-        place = builder.add(out, ir.Constant(I64, 4 * (TILE * i * BLOCK + TILE * j)))
-        call_tile(builder, "tilestored64", tile, builder.inttoptr(place, BYTES), ir.Constant(I64, 4 * BLOCK))
 
 
 @intrinsic  # type: ignore[untyped-decorator]

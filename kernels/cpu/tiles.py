@@ -13,8 +13,11 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kernels.cpu.features import cpu_flags
 from kernels.cpu.vectors import I64
 
+HAS_TILES = {"amx_tile", "amx_bf16", "amx_int8"} <= cpu_flags()
+"""Whether tiles can be compiled; `features.isa()` says whether they may be used."""
 _I8 = ir.IntType(8)
 BYTES = ir.PointerType(_I8)
 TILE_BYTES = 1024
@@ -22,7 +25,9 @@ _A, _B = (4, 5), (6, 7)
 
 
 def call_tile(builder: Any, name: str, *args: Any) -> None:
-    """Calls an instruction on tiles by its name in LLVM."""
+    """Calls an instruction on tiles by its name in LLVM; nothing where the processor has none."""
+    if not HAS_TILES:
+        return
     function_type = ir.FunctionType(ir.VoidType(), [a.type for a in args])
     builder.call(cgutils.get_or_insert_function(builder.module, function_type, f"llvm.x86.{name}"), args)
 
@@ -88,40 +93,53 @@ def clear_sums(typing_context: Any, num_row_tiles: Any) -> Any:
     return types.void(num_row_tiles), codegen
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def add_first_half(typing_context: Any, num_row_tiles: Any, x: Any, x_stride: Any, weights: Any) -> Any:
-    """32 k of the rows at x, and the first 16 columns of the panel's step at `weights`; x's stride in bytes."""
-    count = num_row_tiles.literal_value
+def _first_half(instruction: str, line: int) -> Any:
+    @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+    def add(typing_context: Any, num_row_tiles: Any, x: Any, x_stride: Any, weights: Any) -> Any:
+        count = num_row_tiles.literal_value
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _, x, x_stride, weights = args
-        for i in range(count):
-            row = builder.add(x, builder.mul(x_stride, ir.Constant(I64, 16 * i)))
-            call_tile(builder, "tileloadd64", byte(_A[i]), _address(builder, row), x_stride)
-        _add_columns(builder, count, weights, 0)
-        return context.get_dummy_value()
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            _, x, x_stride, weights = args
+            for i in range(count):
+                row = builder.add(x, builder.mul(x_stride, ir.Constant(I64, 16 * i)))
+                call_tile(builder, "tileloadd64", byte(_A[i]), _address(builder, row), x_stride)
+            _add_columns(builder, count, instruction, weights, line, 0)
+            return context.get_dummy_value()
 
-    return types.void(num_row_tiles, *[types.int64] * 3), codegen
+        return types.void(num_row_tiles, *[types.int64] * 3), codegen
 
-
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def add_second_half(typing_context: Any, num_row_tiles: Any, weights: Any) -> Any:
-    """After `add_first_half`: the other 16 columns."""
-    count = num_row_tiles.literal_value
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _add_columns(builder, count, args[1], 1)
-        return context.get_dummy_value()
-
-    return types.void(num_row_tiles, types.int64), codegen
+    return add
 
 
-def _add_columns(builder: Any, num_row_tiles: int, weights: Any, half: int) -> None:
-    # A row of B is the pair of k of 16 columns; the panel's other half lies between.
-    place, row_bytes = _address(builder, weights, 64 * half), ir.Constant(I64, 128)
-    call_tile(builder, "tileloadd64", byte(_B[half]), place, row_bytes)
+def _second_half(instruction: str, line: int) -> Any:
+    @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+    def add(typing_context: Any, num_row_tiles: Any, weights: Any) -> Any:
+        count = num_row_tiles.literal_value
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            _add_columns(builder, count, instruction, args[1], line, 1)
+            return context.get_dummy_value()
+
+        return types.void(num_row_tiles, types.int64), codegen
+
+    return add
+
+
+def _add_columns(builder: Any, num_row_tiles: int, instruction: str, weights: Any, line: int, half: int) -> None:
+    call_tile(builder, "tileloadd64", byte(_B[half]), _address(builder, weights), ir.Constant(I64, line))
     for i in range(num_row_tiles):
-        call_tile(builder, "tdpbf16ps", byte(2 * i + half), byte(_A[i]), byte(_B[half]))
+        call_tile(builder, instruction, byte(2 * i + half), byte(_A[i]), byte(_B[half]))
+
+
+add_first_half, add_second_half = _first_half("tdpbf16ps", 128), _second_half("tdpbf16ps", 128)
+"""64 bytes of the rows at x times 16 columns; then, with the same rows, times the other 16.
+
+(num_row_tiles, x, its stride, the first columns' weights), (num_row_tiles, the other columns' weights); strides in
+bytes. Here a row of B, the pair of k of 16 columns, is followed by that of the other columns."""
+add_first_panel, add_second_panel = _first_half("tdpbf16ps", 64), _second_half("tdpbf16ps", 64)
+"""The same where each 16 columns lie by themselves."""
+add_first_bytes, add_second_bytes = _first_half("tdpbsud", 64), _second_half("tdpbsud", 64)
+"""The same for signed bytes of x and unsigned weights; the sums are int32."""
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
