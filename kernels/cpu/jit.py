@@ -19,6 +19,7 @@ import shutil
 import stat
 import tempfile
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,9 +55,41 @@ def inlined(function: F) -> F:
     import numba
 
     _prepare(numba)
+    name_by_content(function)
     # nnan, ninf or reassoc would change what a row gives with its neighbours; contraction does not.
     compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract"})(function)
     return compiled
+
+
+def name_by_content(function: Callable[..., Any]) -> None:
+    """Gives a function that another one made a name of its own, by what it closes over.
+
+    A symbol in the compiled code is made of the name, the types and a number that counts within the process that
+    compiles. Code that several processes have compiled and kept may therefore have the same symbol for two functions
+    that one factory made, and whoever loads both gets the first of them twice.
+    """
+    if function.__closure__ and "@" not in function.__qualname__:
+        digest = hashlib.sha256(_content(function).encode()).hexdigest()[:12]
+        function.__qualname__ += f"@{digest}"
+
+
+def _content(value: Any) -> str:
+    """A text that is the same in every process and differs where what is compiled does."""
+    value = getattr(value, "py_func", None) or getattr(value, "_defn", None) or value  # numba's wrappers
+    if isinstance(value, Chunks):
+        value = value._function
+    if isinstance(value, types.FunctionType):
+        cells = [_content(cell.cell_contents) for cell in value.__closure__ or ()]
+        return f"{value.__module__}.{value.__qualname__}({', '.join(cells)})"
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_content, value))}]"
+    text = repr(value)
+    if " at 0x" not in text:
+        return text
+    if isinstance(value, types.BuiltinFunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    attributes = ", ".join(f"{name}: {_content(x)}" for name, x in sorted(vars(value).items()))
+    return f"{type(value).__module__}.{type(value).__qualname__}({attributes})"
 
 
 @contextlib.contextmanager
@@ -92,6 +125,7 @@ class Chunks:
             import numba
 
             _prepare(numba)
+            name_by_content(self._function)
             self._compiled = numba.cfunc("void(int64, int64)", cache=True, error_model="numpy", fastmath={"contract"})(
                 self._function
             )

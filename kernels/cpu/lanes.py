@@ -59,6 +59,7 @@ def part(function: F) -> F:
 
     numba finds neither of them again in a cache of its own.
     """
+    jit.name_by_content(function)
     compiled: Any = numba.njit(nogil=True, error_model="numpy", fastmath={"contract"})(function)
     return compiled
 

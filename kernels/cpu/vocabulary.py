@@ -29,12 +29,14 @@ jit._prepare(numba)
 
 def exact(function: F) -> F:
     """Compiles at the first call; every operation is rounded by itself."""
+    jit.name_by_content(function)
     compiled: Any = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
     return compiled
 
 
 def exact_chunks(function: Callable[..., Any]) -> Any:
     """The same for the work of a team (see team.py), compiled here and now."""
+    jit.name_by_content(function)
     return numba.cfunc("void(int64, int64)", cache=True, error_model="numpy")(function)
 
 

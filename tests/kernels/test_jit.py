@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import logging
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -11,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import kernels.cpu
 from kernels.cpu import jit
 
 PACKAGE = Path(jit.__file__).parent.parent
@@ -85,3 +89,23 @@ print(repr(twice(eval(sys.argv[1]))))
         assert [run.communicate(timeout=120)[0].strip() for run in runs] == ["6", "3.0", "3j", "2"], is_second
     kept = [path.name for path in tmp_path.rglob("*.nbc")]
     assert len(kept) == len(values)
+
+
+def test_every_kernel_that_is_made_has_a_name_of_its_own() -> None:
+    """Two functions of one name close over the same, so that either may stand for the other.
+
+    Kept by two processes, attention in float32 and in bfloat16 had the same symbols, and a third gave NaN.
+    """
+    from numba.core.dispatcher import Dispatcher
+
+    for module in pkgutil.iter_modules(kernels.cpu.__path__):
+        importlib.import_module(f"kernels.cpu.{module.name}")
+    functions = [kernel.py_func for kernel in gc.get_objects() if issubclass(type(kernel), Dispatcher)]
+    functions += [kernel._function for kernel in gc.get_objects() if type(kernel) is jit.Chunks]
+    made = [f for f in functions if f.__module__.startswith("kernels.") and f.__closure__]
+    assert len(made) > 20
+    contents: dict[tuple[str, str], str] = {}
+    for function in made:
+        assert "@" in function.__qualname__ or function.__qualname__.endswith("chunk")
+        found = contents.setdefault((function.__module__, function.__qualname__), jit._content(function))
+        assert found == jit._content(function)
