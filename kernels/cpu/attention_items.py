@@ -332,15 +332,21 @@ def make_attend(scores: Any, values: Any, store_query: Any, store_weights: Any, 
                     dest = get_int64(rows_at + i * _ROW_WORDS + _RESULT) + tile * result_bytes
                     copy_masked(results + i * result_bytes, dest, result_bytes, 0xFFFFFFFF)
             return
-        _clear(state, num_rows, vectors, result_bytes)
         request = get_int64(get_int64(args + work.MEMBERS) + get_int64(item + work.ITEM_MEMBERS) * 8)
         shared = get_int64(get_int64(args + work.SHARED) + request * work.SHARED_BYTES + work.SHARED_TILES)
+        if shared > 0:
+            _clear(state, num_rows, vectors, result_bytes)
         for i in range(num_rows):
             for tile in range(shared):
                 source = get_int64(rows_at + i * _ROW_WORDS + _RESULT) + tile * result_bytes
                 join(state + i * result_bytes, source, vectors, factor)
         begin = max(get_int64(rows_at + _LOW), 0) // TILE_KEYS
         end = get_int64(rows_at + (num_rows - 1) * _ROW_WORDS + _HIGH) // TILE_KEYS + 1
+        if shared == 0:
+            # Joined to nothing a result stays as it is, to the bit.
+            if not attend_tile(args, item, scratch, num_rows, begin, state, result_bytes, layout):
+                _clear(state, num_rows, vectors, result_bytes)
+            begin += 1
         for tile in range(max(begin, shared), end):
             if attend_tile(args, item, scratch, num_rows, tile, results, result_bytes, layout):
                 for i in range(num_rows):

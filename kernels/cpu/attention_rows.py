@@ -12,7 +12,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from kernels.cpu.lanes import count_from, greater, keep_between, part, power_of_two, store
+from kernels.cpu.lanes import count_from, greater, keep_between, part, power_of_two, power_of_two_of_floor, store
 from kernels.cpu.vectors import (
     divide,
     exp,
@@ -64,22 +64,26 @@ def make_weigh(store_weights: Any) -> Any:
 
         first: the position of the first key; keys outside low..high get no weight. weight_bytes: of 16 weights.
         """
+        # A chunk's last tile has, for most rows, groups that they do not see.
+        begin, end = max(low - first, 0) // 16, min(max(high - first + 16, 0) // 16, groups)
         highest = splat(_f32(-np.inf))
-        if low <= first and first + groups * 16 - 1 <= high:
-            for group in range(groups):
-                highest = greater(load_float32(scores + group * 64), highest)
-        else:
-            for group in range(groups):
-                kept = keep_between(load_float32(scores + group * 64), first + group * 16, low, high)
-                store_float32(scores + group * 64, kept)
-                highest = greater(kept, highest)
+        for group in range(begin, end):
+            x, position = load_float32(scores + group * 64), first + group * 16
+            if position < low or position + 15 > high:
+                x = keep_between(x, position, low, high)
+                store_float32(scores + group * 64, x)
+            highest = greater(x, highest)
         top = max_lanes(highest)
         shift, scale = splat(_finite(top)), splat(factor)
-        total = splat(_f32(0))
-        for group in range(groups):
-            weight = power_of_two((load_float32(scores + group * 64) - shift) * scale)
+        total, zero = splat(_f32(0)), splat(_f32(0))
+        for group in range(begin, end):
+            weight = power_of_two_of_floor((load_float32(scores + group * 64) - shift) * scale)
             store_weights(scores + group * weight_bytes, weight)
             total = total + weight
+        for group in range(begin):
+            store_weights(scores + group * weight_bytes, zero)
+        for group in range(end, groups):
+            store_weights(scores + group * weight_bytes, zero)
         store_float32(result, total)
         put_float32(result + 64, top)
 

@@ -17,6 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.cpu import jit
+from kernels.cpu.features import cpu_flags
 from kernels.cpu.vectors import (
     BFLOAT16,
     F32,
@@ -50,6 +51,7 @@ from kernels.cpu.vectors import (
 
 F = TypeVar("F", bound=Callable[..., Any])
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+_HAS_PARTS = {"avx512f", "avx512dq"} <= cpu_flags()
 _V_BOOL = ir.VectorType(ir.IntType(1), WIDTH)
 _LANES = ir.Constant(V_I32, list(range(WIDTH)))
 
@@ -191,8 +193,7 @@ def greater(typing_context: Any, a: Any, b: Any) -> Any:
     return float32x16(float32x16, float32x16), codegen
 
 
-@_one_vector
-def power_of_two(builder: Any, x: Any) -> Any:
+def _power_of_two(builder: Any, x: Any) -> Any:
     """2 ** x for x <= 0 to about 1e-7 of the result; exactly 0 from -127 down, 1 at 0.
 
     x = n + f with |f| <= 1/2; a polynomial of degree 6 for 2 ** f (Cephes' exp2f), n added to the exponent's bits.
@@ -213,6 +214,33 @@ def power_of_two(builder: Any, x: Any) -> Any:
     # At -127 the polynomial is exactly 1, and 127 taken from its exponent leaves no bit set.
     exponent = builder.shl(builder.fptosi(n, V_I32), constant(23))
     return builder.bitcast(builder.add(builder.bitcast(p, V_I32), exponent), V_F32)
+
+
+power_of_two = _one_vector(_power_of_two)
+
+
+@_one_vector
+def power_of_two_of_floor(builder: Any, x: Any) -> Any:
+    """2 ** x for x <= 0 to about 1.5e-7 of the result; 0 at minus infinity, 1 at 0.
+
+    x = n + f with 0 <= f < 1; a polynomial of degree 5 for 2 ** f. AVX-512's own instructions take x apart and put the
+    result together, in half of the time of `power_of_two`, which other processors use.
+    """
+    if not _HAS_PARTS:
+        return _power_of_two(builder, x)
+    nothing, all_lanes, as_ever = _splat(0.0), ir.Constant(I16, -1), ir.Constant(I32, 4)
+    floor = ir.Constant(I32, 9)  # no exception, downwards
+    f = call(builder, "llvm.x86.avx512.mask.reduce.ps.512", V_F32, x, floor, nothing, all_lanes, as_ever)
+    p = _splat(1.8671300495043397e-3)
+    for coefficient in (
+        9.017030708491802e-3,
+        5.579991266131401e-2,
+        2.4016444385051727e-1,
+        6.931512951850891e-1,
+        1.0,
+    ):
+        p = call(builder, "llvm.fma.v16f32", V_F32, p, f, _splat(coefficient))
+    return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", V_F32, p, x, nothing, all_lanes, as_ever)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
