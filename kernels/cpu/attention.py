@@ -28,10 +28,11 @@ from kernels.cpu.features import isa
 from kernels.cpu.lanes import KINDS
 from kernels.cpu.recorder import empty, is_recording
 from kernels.cpu.team import share, team
-from kernels.cpu.vectors import BFLOAT16, get_int64, put_int64, store_bfloat16, store_float32
+from kernels.cpu.vectors import BFLOAT16, get_int32, get_int64, put_int64, store_bfloat16, store_float32
 
 _MOST_FIRST_ITEMS = 4096
 _RESULTS_BYTES = 8 << 20
+MOST_ITEMS_PER_CHUNK, CHUNKS_PER_THREAD = 8, 4
 """Room for results that wait; what does not fit is not shared out."""
 
 
@@ -66,18 +67,29 @@ _BY_KIND = tuple(jit.chunks(function) for function in (_float32, _bfloat16, _flo
 _WITH_PAIRS, _WITH_TILES = jit.chunks(_pairs), jit.chunks(_tiles)
 
 
+@jit.inlined
+def _share_items(state, function, args, num_items):  # type: ignore[no-untyped-def]
+    """Decodes take several items at a time, so that a thread knows which keys it needs next."""
+    requests, threads = get_int64(args + work.NUM_ROWS), get_int64(args + work.NUM_THREADS)
+    is_decode = get_int32(get_int64(args + work.QUERY_START_LOC) + requests * 4) == requests
+    per_chunk = max(1, min(MOST_ITEMS_PER_CHUNK, num_items // (CHUNKS_PER_THREAD * threads))) if is_decode else 1
+    put_int64(args + work.ITEMS_PER_CHUNK, per_chunk)
+    put_int64(args + work.NUM_ITEMS, num_items)
+    share(state, function, args, -(-num_items // per_chunk))
+
+
 @jit.chunks
 def _attend_call(call, unused):  # type: ignore[no-untyped-def]
     state, function, args = get_int64(call), get_int64(call + 8), call + 16
     num_first, num_last = plan(args)
     if num_first > 0:
-        share(state, function, args, num_first)
+        _share_items(state, function, args, num_first)
         items = get_int64(args + work.ITEMS)
         put_int64(args + work.ITEMS, items + num_first * work.ITEM_BYTES)
-        share(state, function, args, num_last)
+        _share_items(state, function, args, num_last)
         put_int64(args + work.ITEMS, items)  # a program calls with the same arguments again
     else:
-        share(state, function, args, num_last)
+        _share_items(state, function, args, num_last)
 
 
 class _Memory(threading.local):
@@ -180,7 +192,7 @@ def paged_attention(
         is_transformed,
         plan_at, members_at, shared_at,
         memory.results_at(), result_bytes, _RESULTS_BYTES // result_bytes, _MOST_FIRST_ITEMS,
-        the_team.size, is_direct, shared_at + num_rows * 32, num_hashes, scale, softcap or 0.0,
+        the_team.size, is_direct, shared_at + num_rows * 32, num_hashes, 0, 0, scale, softcap or 0.0,
     )  # fmt: skip
     return out
 

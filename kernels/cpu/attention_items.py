@@ -8,10 +8,11 @@ import numba
 import numpy as np
 
 from kernels.cpu import attention_work as work
+from kernels.cpu.attention_ahead import GROUP_KEYS, first_tile, prefetch, prefetch_next
 from kernels.cpu.attention_blocks import SCORE_BYTES
 from kernels.cpu.attention_rows import LOG2_E, RESULT_EXTRA_BYTES, finish, join, make_weigh, transform
 from kernels.cpu.attention_work import MOST_ROWS, TILE_KEYS
-from kernels.cpu.lanes import copy_masked, item_bytes, load, part, prefetch_lines, scratch_memory
+from kernels.cpu.lanes import copy_masked, item_bytes, load, part, scratch_memory
 from kernels.cpu.vectors import (
     get_float32,
     get_int32,
@@ -29,7 +30,6 @@ _f32 = numba.float32
 MOST_HEAD_SIZE = 256
 _STREAMED_ROWS = 16
 """Rows up to which keys and values come from memory faster when they are asked for ahead."""
-_GROUP_KEYS, _NUM_GROUPS = 16, TILE_KEYS // 16
 _ROW_BYTES = MOST_HEAD_SIZE * 4
 _STATE_BYTES = MOST_ROWS * (_ROW_BYTES + RESULT_EXTRA_BYTES)
 _TILE_BYTES = TILE_KEYS * _ROW_BYTES
@@ -40,6 +40,7 @@ _ROW_WORDS = 40
 # Words of an item's scratch.
 _ROWS, _QUERY, _SCORES, _STATE, _TILE_RESULTS, _KEY_GROUPS, _VALUE_GROUPS, _KEY_COPY, _VALUE_COPY = range(0, 72, 8)
 _FLOATS = 72  # factor, scale, softcap: float32
+_END = 88  # of the chunk's items
 _SIZES = (128, MOST_ROWS * _ROW_WORDS, MOST_ROWS * _ROW_BYTES, MOST_ROWS * SCORE_BYTES, _STATE_BYTES, _STATE_BYTES)
 _PLACES = tuple(sum((*_SIZES, 64, 64, _TILE_BYTES, _TILE_BYTES)[:i]) for i in range(1, 11))
 _SCRATCH_BYTES = _PLACES[-1]
@@ -98,11 +99,11 @@ def _copy_keys(args, table, head, first, begin, end, pack, dest):  # type: ignor
     """A group's keys one by one, zeros for those outside begin..end."""
     block_size, words = get_int64(args + work.BLOCK_SIZE), -(-get_int64(args + work.HEAD_SIZE) // pack)
     is_odd = pack == 2 and get_int64(args + work.HEAD_SIZE) % 2 == 1
-    for i in range(_GROUP_KEYS):
+    for i in range(GROUP_KEYS):
         key = first + i
         if key < begin or key >= end:
             for word in range(words):
-                put_int32(dest + (word * _GROUP_KEYS + i) * 4, numba.int32(0))
+                put_int32(dest + (word * GROUP_KEYS + i) * 4, numba.int32(0))
             continue
         block, offset = get_int32(table + key // block_size * 4), key % block_size
         source = get_int64(args + work.KEYS) + block * get_int64(args + work.KEY_BLOCK_BYTES)
@@ -111,16 +112,16 @@ def _copy_keys(args, table, head, first, begin, end, pack, dest):  # type: ignor
             bits = get_int32(source + word * block_size * 4)
             if is_odd and word == words - 1:
                 bits &= numba.int32(0xFFFF)
-            put_int32(dest + (word * _GROUP_KEYS + i) * 4, bits)
+            put_int32(dest + (word * GROUP_KEYS + i) * 4, bits)
 
 
 @part
 def _copy_values(args, table, head, first, begin, end, pack, line, dest):  # type: ignore[no-untyped-def]
     """A group's values one by one, zeros for those outside begin..end and behind a value's last number."""
     block_size, size = get_int64(args + work.BLOCK_SIZE), get_int64(args + work.VALUE_SIZE)
-    for place in range(dest, dest + _GROUP_KEYS // pack * line, 4):
+    for place in range(dest, dest + GROUP_KEYS // pack * line, 4):
         put_int32(place, numba.int32(0))
-    for i in range(_GROUP_KEYS):
+    for i in range(GROUP_KEYS):
         key = first + i
         if key < begin or key >= end:
             continue
@@ -139,7 +140,7 @@ def _copy_values(args, table, head, first, begin, end, pack, line, dest):  # typ
 @part
 def _mask_values(source, dest, first, begin, end, pack, line):  # type: ignore[no-untyped-def]
     """A group's values as they lie, zeros for keys outside begin..end."""
-    for i in range(_GROUP_KEYS // pack):
+    for i in range(GROUP_KEYS // pack):
         mask = 0
         for j in range(pack):
             if begin <= first + i * pack + j < end:
@@ -148,34 +149,15 @@ def _mask_values(source, dest, first, begin, end, pack, line):  # type: ignore[n
 
 
 @part
-def _prefetch(args, item, first, begin, end, pack, line, of_keys):  # type: ignore[no-untyped-def]
-    """Asks for the keys, or the values, of the groups that lie where they can be read."""
-    row = get_int64(get_int64(args + work.MEMBERS) + get_int64(item + work.ITEM_MEMBERS) * 8)
-    table = get_int64(args + work.TABLES) + row * get_int64(args + work.TABLE_BYTES)
-    head, block_size = get_int64(item + work.ITEM_HEAD), get_int64(args + work.BLOCK_SIZE)
-    words = get_int64(args + work.HEAD_SIZE) // pack
-    for position in range(first, end, _GROUP_KEYS):
-        block, offset = get_int32(table + position // block_size * 4), position % block_size
-        if of_keys:
-            keys = get_int64(args + work.KEYS) + block * get_int64(args + work.KEY_BLOCK_BYTES)
-            keys += head * get_int64(args + work.KEY_HEAD_BYTES) + offset * 4
-            prefetch_lines(keys, words, block_size * 4)
-        else:
-            values = get_int64(args + work.VALUES) + block * get_int64(args + work.VALUE_BLOCK_BYTES)
-            values += head * get_int64(args + work.VALUE_HEAD_BYTES) + offset // pack * line
-            prefetch_lines(values, _GROUP_KEYS // pack * line // 64, 64)
-
-
-@part
 def _gather(args, item, scratch, first, begin, end, pack, is_direct, line):  # type: ignore[no-untyped-def]
     """Finds the groups of 16 keys from position `first` on that hold begin..end; returns how many."""
     row = get_int64(get_int64(args + work.MEMBERS) + get_int64(item + work.ITEM_MEMBERS) * 8)
     table = get_int64(args + work.TABLES) + row * get_int64(args + work.TABLE_BYTES)
     head, block_size = get_int64(item + work.ITEM_HEAD), get_int64(args + work.BLOCK_SIZE)
-    num_groups = -(-(end - first) // _GROUP_KEYS)
+    num_groups = -(-(end - first) // GROUP_KEYS)
     for group in range(num_groups):
-        position = first + group * _GROUP_KEYS
-        is_whole = begin <= position and position + _GROUP_KEYS <= end
+        position = first + group * GROUP_KEYS
+        is_whole = begin <= position and position + GROUP_KEYS <= end
         if is_direct:
             block, offset = get_int32(table + position // block_size * 4), position % block_size
             keys = get_int64(args + work.KEYS) + block * get_int64(args + work.KEY_BLOCK_BYTES)
@@ -183,12 +165,12 @@ def _gather(args, item, scratch, first, begin, end, pack, is_direct, line):  # t
             values = get_int64(args + work.VALUES) + block * get_int64(args + work.VALUE_BLOCK_BYTES)
             values += head * get_int64(args + work.VALUE_HEAD_BYTES) + offset // pack * line
             if not is_whole:
-                copy = get_int64(scratch + _VALUE_COPY) + group * _GROUP_KEYS * _ROW_BYTES
+                copy = get_int64(scratch + _VALUE_COPY) + group * GROUP_KEYS * _ROW_BYTES
                 _mask_values(values, copy, position, begin, end, pack, line)
                 values = copy
         else:
-            keys = get_int64(scratch + _KEY_COPY) + group * _GROUP_KEYS * _ROW_BYTES
-            values = get_int64(scratch + _VALUE_COPY) + group * _GROUP_KEYS * _ROW_BYTES
+            keys = get_int64(scratch + _KEY_COPY) + group * GROUP_KEYS * _ROW_BYTES
+            values = get_int64(scratch + _VALUE_COPY) + group * GROUP_KEYS * _ROW_BYTES
             _copy_keys(args, table, head, position, begin, end, pack, keys)
             _copy_values(args, table, head, position, begin, end, pack, line, values)
         put_int64(get_int64(scratch + _KEY_GROUPS) + group * 8, keys)
@@ -224,13 +206,12 @@ def _make_attend_tile(scores: Any, values: Any, store_weights: Any) -> Any:
         if begin >= end:
             return False
         vectors = -(-get_int64(args + work.VALUE_SIZE) // 16)
-        first = begin // _GROUP_KEYS * _GROUP_KEYS
+        first = begin // GROUP_KEYS * GROUP_KEYS
         is_streamed = is_direct and num_rows <= _STREAMED_ROWS
         if is_streamed:
-            _prefetch(args, item, first, begin, end, pack, vectors * 64, True)
-            _prefetch(args, item, first, begin, end, pack, vectors * 64, False)
+            prefetch_next(args, item, get_int64(scratch + _END), tile, pack, vectors * 64, True)
         num_groups = _gather(args, item, scratch, first, begin, end, pack, is_direct, vectors * 64)
-        key_stride = get_int64(args + work.BLOCK_SIZE) * 4 if is_direct else _GROUP_KEYS * 4
+        key_stride = get_int64(args + work.BLOCK_SIZE) * 4 if is_direct else GROUP_KEYS * 4
         words = -(-get_int64(args + work.HEAD_SIZE) // pack)
         scores_at, fours = get_int64(scratch + _SCORES), -(-num_groups // 4)
         scores(
@@ -252,6 +233,8 @@ def _make_attend_tile(scores: Any, values: Any, store_weights: Any) -> Any:
             low, high = get_int64(row + _LOW), get_int64(row + _HIGH)
             at = results + i * result_bytes + vectors * 64
             weigh(place, num_groups, first, low, high, factor, at, weight_bytes)
+        if is_streamed:
+            prefetch_next(args, item, get_int64(scratch + _END), tile, pack, vectors * 64, False)
         values(
             get_int64(scratch + _VALUE_GROUPS),
             num_groups,
@@ -309,10 +292,7 @@ def make_attend(scores: Any, values: Any, store_query: Any, store_weights: Any, 
     query_bytes, weight_bytes = (32 if x is store_bfloat16 else 64 for x in (store_query, store_weights))
 
     @part
-    def attend(args, chunk):  # type: ignore[no-untyped-def]
-        item = get_int64(args + work.ITEMS) + chunk * work.ITEM_BYTES
-        scratch = scratch_memory(_SCRATCH_BYTES)
-        factor = _place_scratch(args, scratch)
+    def attend_item(args, item, scratch, factor):  # type: ignore[no-untyped-def]
         vectors = -(-get_int64(args + work.VALUE_SIZE) // 16)
         num_words = -(-get_int64(args + work.HEAD_SIZE) // head_align) * (head_align // 16)
         result_bytes = vectors * 64 + RESULT_EXTRA_BYTES
@@ -365,5 +345,21 @@ def make_attend(scores: Any, values: Any, store_query: Any, store_weights: Any, 
                 get_int64(row + _OUT),
                 get_int64(args + work.VALUE_SIZE),
             )
+
+    @part
+    def attend(args, chunk):  # type: ignore[no-untyped-def]
+        per_chunk = get_int64(args + work.ITEMS_PER_CHUNK)
+        first, end = chunk * per_chunk, min((chunk + 1) * per_chunk, get_int64(args + work.NUM_ITEMS))
+        scratch = scratch_memory(_SCRATCH_BYTES)
+        factor = _place_scratch(args, scratch)
+        put_int64(scratch + _END, get_int64(args + work.ITEMS) + end * work.ITEM_BYTES)
+        item = get_int64(args + work.ITEMS) + first * work.ITEM_BYTES
+        num_rows = get_int64(item + work.ITEM_NUM_ROWS) * get_int64(item + work.ITEM_NUM_MEMBERS)
+        if get_int64(args + work.IS_DIRECT) != 0 and num_rows <= _STREAMED_ROWS:
+            tile, line = first_tile(args, item), -(-get_int64(args + work.VALUE_SIZE) // 16) * 64
+            prefetch(args, item, tile, pack, line, True)
+            prefetch(args, item, tile, pack, line, False)
+        for number in range(first, end):
+            attend_item(args, get_int64(args + work.ITEMS) + number * work.ITEM_BYTES, scratch, factor)
 
     return attend

@@ -54,10 +54,12 @@ MOST_ROWS = 64
     IS_DIRECT,
     HASHES,
     NUM_HASHES,
+    ITEMS_PER_CHUNK,
+    NUM_ITEMS,
     SCALE,
     SOFTCAP,
-) = range(0, 8 * 40, 8)
-NUM_WORDS, NUM_FLOATS = 38, 2
+) = range(0, 8 * 42, 8)
+NUM_WORDS, NUM_FLOATS = 40, 2
 """All are int64 but the last two, which are float32."""
 
 # Words of an item.
