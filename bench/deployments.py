@@ -16,6 +16,7 @@ LABELS = {
     "pagewire-q4_1": "Pagewire Q4_1 file, one process",
     "pagewire-q8_0": "Pagewire Q8_0 file, one process",
     "pagewire-served": "Pagewire bf16, three processes",
+    "pagewire-served-256": "Pagewire bf16, three processes, steps of at most 256 tokens",
     "vllm": "vLLM CPU bf16, offline",
     "vllm-served": "vLLM CPU bf16, its OpenAI server",
     "llama-bf16": "llama.cpp bf16",
@@ -56,7 +57,8 @@ def start_served(name: str) -> Served:
     """Starts a served side and waits for its first answer."""
     if name == "vllm-served":
         return ServedVllm(name, VLLM_PYTHON, CHECKPOINT, vllm_env())
-    return ServedPagewire(name, str(CHECKPOINT), "--dtype=bfloat16", f"--kv-cache-memory={KV_CACHE_BYTES}")
+    flags = ["--max-num-batched-tokens=256"] if name == "pagewire-served-256" else []
+    return ServedPagewire(name, str(CHECKPOINT), "--dtype=bfloat16", f"--kv-cache-memory={KV_CACHE_BYTES}", *flags)
 
 
 def is_installed(peer: str) -> bool:

@@ -115,12 +115,12 @@ def _run(context: Context, name: str, workload: Workload) -> Callable[[], Run | 
 def clients(context: Context) -> None:
     """Streaming clients in a closed loop against the servers: throughput and latencies. Memory is read after it."""
     workload = load("batch", context.limit)
-    names = context.wanted(["pagewire-served", "vllm-served"])
+    names = context.wanted(["pagewire-served", "pagewire-served-256", "vllm-served"])
     context.warm_up(names, workload)
     passes = context.passes(
         {name: (lambda name=name: context.served(name).load(workload, NUM_CLIENTS)) for name in names}
     )
-    what, pairs = f"{NUM_CLIENTS} clients", [("pagewire-served", "vllm-served")]
+    what, pairs = f"{NUM_CLIENTS} clients", [("pagewire-served", "vllm-served"), ("pagewire-served-256", "vllm-served")]
     measures: dict[str, tuple[str, str, Callable[[Load], float]]] = {
         "throughput": ("throughput", "tok/s", lambda seen: seen.tokens_per_s),
         "ttft_p50": ("TTFT p50", "ms", lambda seen: 1e3 * percentile(seen.ttft_s, 0.5)),

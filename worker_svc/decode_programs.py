@@ -1,8 +1,8 @@
 """The forward pass of decode steps as recorded programs of kernel calls (kernels/cpu/program.py).
 
 A step in which every request has one token does the same calls on the same memory as the last one with as many
-requests. Milliseconds of a forward pass of SmolLM2-135M in bfloat16 on two threads, by Python and as a program: see
-BENCHMARKS.md.
+requests. Processor time of one thread for a forward pass of SmolLM2-135M, by Python and as a program, the least of 40:
+21.5 and 15.8 ms for 1 request in bfloat16, 26.1 and 18.7 ms for 8; 13.5 and 7.1 ms for 1 in int8, 16.8 and 10.9 for 8.
 """
 
 from __future__ import annotations
