@@ -2,7 +2,7 @@
 
     python bench/frontend.py [--json] [--model smollm2] [--streams 64] [--tokens 256] [--runs 7]
 
-Real processes (frontend_load.py): a core that says a fixed text at a fixed pace without a model, the frontend, and one
+Real processes (frontend_load.py), and a gRPC server that does nothing but send (bare_server.py), in turn: a core that says a fixed text at a fixed pace without a model, the frontend, and one
 client with 64 or 16 streams, of `--tokens` tokens each; the CPU time is all of the frontend's, with the reading from
 the core and the start of the requests. Text work alone: step outputs made beforehand are fed to the output processor
 as a core would send them, one message per step with one token for every stream: detokenize, look for stop strings,
@@ -17,7 +17,7 @@ import statistics
 import time
 
 import numpy as np
-from frontend_load import TEXT, load_tokenizer_files, measure_processes
+from frontend_load import TEXT, load_tokenizer_files, measure_bare, measure_processes
 
 from frontend_svc.output_processor import OutputProcessor
 from frontend_svc.outputs import OutputKind
@@ -99,6 +99,8 @@ def main() -> None:
         loads = measure_processes(args.model, num_streams, args.tokens, step_s, args.runs)
         name = f"with the gRPC write, {num_streams} streams, steps of {1000 * step_s:g} ms"
         report(name, [load.frontend_us for load in loads])
+        bare = measure_bare(num_streams, args.tokens, step_s, args.runs)
+        report(f"a bare grpc.aio server, {num_streams} streams, steps of {1000 * step_s:g} ms", bare)
     for name, params in CASES.items():
         for with_message in (False, True):
             times = [measure(tokenizer, steps, params, with_message) for _ in range(args.runs + 1)][1:]

@@ -187,6 +187,18 @@ def measure_processes(model: str, num_streams: int, num_tokens: int, step_s: flo
     return found[1:]
 
 
+def measure_bare(num_streams: int, num_tokens: int, step_s: float, runs: int) -> list[float]:
+    """CPU microseconds per message of a gRPC server that does nothing but send, one message per token."""
+    me, found = Path(__file__), []
+    with _process(str(me.with_name("bare_server.py")), str(step_s)) as (server, target):
+        for count in [max(2, num_tokens // 8), *[num_tokens] * runs]:
+            before = _cpu_s(server)
+            command = [sys.executable, str(me), "client", target, str(num_streams), str(count)]
+            done = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+            found.append(1e6 * (_cpu_s(server) - before) / done["num_messages"])
+    return found[1:]
+
+
 def main(argv: Sequence[str]) -> None:
     """The processes behind `measure_processes`, and a measurement by hand."""
     parser = argparse.ArgumentParser(description=__doc__)
