@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from core_svc.full_blocks import cache_blocks, cache_blocks_of
 from core_svc.outputs import finished_of
 from core_svc.plan_builder import ScheduledStep
 from core_svc.request import Request, RequestStatus
@@ -69,7 +70,7 @@ def _commit_tokens(
     table.last_token_ns[slots] = now_ns
     is_full = num_committed >= table.next_full_tokens[slots]
     if is_full.any():
-        scheduler.cache_blocks_of(slots[is_full], num_committed[is_full])
+        cache_blocks_of(scheduler.kv, table, slots[is_full], num_committed[is_full])
     scheduler.stats.num_generated_tokens += len(slots)
     offsets -= table.num_prompt_tokens[slots]
     is_turn = table.awaits_first_token[slots] | may_end(table, slots, token_ids)
@@ -110,7 +111,7 @@ def _commit_request(
         request, row, num_sampled=num_sampled, num_committed_tokens=num_committed_tokens, now_ns=now_ns
     )
     scheduler.stats.num_generated_tokens += len(committed.token_ids)
-    scheduler.cache_blocks(request, committed.num_committed_tokens)
+    cache_blocks(scheduler.kv, scheduler.table, request, committed.num_committed_tokens)
     finished: Finished | None = None
     if committed.status is not None:
         scheduler.end(request, committed.status)

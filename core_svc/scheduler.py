@@ -24,6 +24,7 @@ import numpy as np
 
 from core_svc.commit import commit_step
 from core_svc.config import EngineConfig
+from core_svc.full_blocks import next_full_tokens
 from core_svc.kv_cache_manager import KVCacheManager
 from core_svc.logprob_room import LogprobRoom
 from core_svc.outputs import OutputCollector, finished_of
@@ -31,7 +32,7 @@ from core_svc.plan_builder import PlanBuilder, Rows, ScheduledStep
 from core_svc.recent_ids import RecentIds
 from core_svc.request import Request, RequestKey, RequestStatus
 from core_svc.request_queue import RequestQueue
-from core_svc.slot_table import NEVER, SlotTable
+from core_svc.slot_table import SlotTable
 from pagewire.columns import Int32Column, int32
 from pagewire.engine import AbortReason, CoreStats
 from pagewire.plan import StepResult
@@ -309,7 +310,7 @@ class Scheduler:
         self.table.take(
             request,
             num_computed_tokens=num_computed_tokens,
-            next_full_tokens=self._next_full_tokens(request),
+            next_full_tokens=next_full_tokens(self.kv, request),
             step=self.num_steps,
         )
         if not request.scheduled_ns:
@@ -317,28 +318,6 @@ class Scheduler:
             request.num_hit_tokens = min(num_computed_tokens, request.num_prompt_tokens)
             self.stats.prefix_cache_queries += request.num_prompt_tokens
             self.stats.prefix_cache_hits += request.num_hit_tokens
-
-    def cache_blocks(self, request: Request, num_committed_tokens: int) -> None:
-        """Makes a running request's full blocks findable."""
-        self.kv.cache_blocks(request, num_committed_tokens)
-        self.table.next_full_tokens[request.slot] = self._next_full_tokens(request)
-
-    def cache_blocks_of(self, slots: Int32Column, num_committed_tokens: Int32Column) -> None:
-        """The same for running requests with at least one more full block each; decodes have just one."""
-        table, size = self.table, self.config.block_size
-        has_one = num_committed_tokens < table.next_full_tokens[slots] + size
-        decodes = slots[has_one]
-        first_tokens = table.next_full_tokens[decodes] - size
-        tokens = table.token_ids[decodes[:, None], first_tokens[:, None] + np.arange(size)]
-        self.kv.cache_next_blocks(table.requests[decodes].tolist(), tokens)
-        table.next_full_tokens[decodes] += size
-        if len(decodes) < len(slots):
-            others = zip(table.requests[slots[~has_one]], num_committed_tokens[~has_one].tolist(), strict=True)
-            for request, num_committed in others:
-                self.cache_blocks(request, num_committed)
-
-    def _next_full_tokens(self, request: Request) -> int:
-        return (request.num_cached_blocks + 1) * self.config.block_size if self.kv.enable_caching else NEVER
 
     # --- preemption ---
 

@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("frontend_svc", "core_svc", "worker_svc", "worker_svc/models", "kernels")
+FOLDERS = (
+    "frontend_svc",
+    "core_svc",
+    "worker_svc",
+    "worker_svc/models",
+    "kernels",
+    "kernels/cpu",
+    "bench",
+    "bench/peers",
+    "tests",
+)
+TESTS = sorted(f"tests/{path.name}" for path in (ROOT / "tests").iterdir() if any(path.glob("*.py")))
 # Named as folders, or not worth a line of their own.
 NOT_NAMED = {"__init__.py", "py.typed"}
 _NAME = re.compile(r"^[│├└─\s]*(?P<name>[\w.\-/]+)")
@@ -48,7 +59,9 @@ def test_every_path_named_exists():
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("folder", [*FOLDERS, "protos/pagewire", "protos/pagewire/runtime", "protos/pagewire/v1"])
+@pytest.mark.parametrize(
+    "folder", [*FOLDERS, *TESTS, "protos/pagewire", "protos/pagewire/runtime", "protos/pagewire/v1"]
+)
 def test_every_module_is_named(folder):
     """A fresh reader finds the file of any behaviour from the tree alone."""
     suffix = "*.proto" if folder.endswith("/v1") else "*.py"

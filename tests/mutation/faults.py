@@ -282,9 +282,9 @@ FAULTS = [
     ),
     Fault(
         "a full block is hashed once, the next ones never",
-        "core_svc/scheduler.py",
-        "        self.table.next_full_tokens[request.slot] = self._next_full_tokens(request)\n",
-        "        self.table.next_full_tokens[request.slot] = NEVER\n",
+        "core_svc/full_blocks.py",
+        "    table.next_full_tokens[request.slot] = next_full_tokens(kv, request)\n",
+        "    table.next_full_tokens[request.slot] = NEVER\n",
         (UTILITIES, OVERLAP, PROPERTIES, SCHEDULING),
     ),
     Fault(
@@ -373,7 +373,7 @@ FAULTS = [
     ),
     Fault(
         "a decode's full block is hashed by the tokens of the next one",
-        "core_svc/scheduler.py",
+        "core_svc/full_blocks.py",
         "first_tokens = table.next_full_tokens[decodes] - size",
         "first_tokens = table.next_full_tokens[decodes]",
         (ADMISSION,),
