@@ -282,11 +282,29 @@ def _clear(results, num_rows, vectors, result_bytes):  # type: ignore[no-untyped
         put_float32(results + i * result_bytes + vectors * 64 + 64, _f32(-np.inf))
 
 
-def make_attend(scores: Any, values: Any, store_query: Any, store_weights: Any, pack: int, head_align: int) -> Any:
-    """The function that does one item, first or last, with the products of one type of cache.
+@part
+def _finish_rows(args, rows_at, state, num_rows, vectors, result_bytes, factor):  # type: ignore[no-untyped-def]
+    """Writes the outputs of an item's rows."""
+    for i in range(num_rows):
+        row = rows_at + i * _ROW_WORDS
+        sinks, sink = get_int64(args + work.SINKS), 0
+        if sinks != 0:
+            sink = sinks + get_int64(row + _HEAD) * 4
+        finish(
+            state + i * result_bytes,
+            vectors,
+            factor,
+            sink,
+            get_int64(args + work.QUERY_KIND),
+            get_int64(row + _OUT),
+            get_int64(args + work.VALUE_SIZE),
+        )
 
-    pack: numbers in 32 bits of the cache; head_align: what the head size is padded to, in numbers.
-    """
+
+def _make_attend_item(
+    scores: Any, values: Any, store_query: Any, store_weights: Any, pack: int, head_align: int
+) -> Any:
+    """The function that does one item, first or last; see make_attend."""
 
     collect, attend_tile = _make_collect(store_query), _make_attend_tile(scores, values, store_weights)
     query_bytes, weight_bytes = (32 if x is store_bfloat16 else 64 for x in (store_query, store_weights))
@@ -331,20 +349,18 @@ def make_attend(scores: Any, values: Any, store_query: Any, store_weights: Any, 
             if attend_tile(args, item, scratch, num_rows, tile, results, result_bytes, layout):
                 for i in range(num_rows):
                     join(state + i * result_bytes, results + i * result_bytes, vectors, factor)
-        for i in range(num_rows):
-            row = rows_at + i * _ROW_WORDS
-            sinks, sink = get_int64(args + work.SINKS), 0
-            if sinks != 0:
-                sink = sinks + get_int64(row + _HEAD) * 4
-            finish(
-                state + i * result_bytes,
-                vectors,
-                factor,
-                sink,
-                get_int64(args + work.QUERY_KIND),
-                get_int64(row + _OUT),
-                get_int64(args + work.VALUE_SIZE),
-            )
+        _finish_rows(args, rows_at, state, num_rows, vectors, result_bytes, factor)
+
+    return attend_item
+
+
+def make_attend(scores: Any, values: Any, store_query: Any, store_weights: Any, pack: int, head_align: int) -> Any:
+    """The function that does a chunk's items, with the products of one type of cache.
+
+    pack: numbers in 32 bits of the cache; head_align: what the head size is padded to, in numbers.
+    """
+
+    attend_item = _make_attend_item(scores, values, store_query, store_weights, pack, head_align)
 
     @part
     def attend(args, chunk):  # type: ignore[no-untyped-def]

@@ -163,88 +163,24 @@ def tile_pairs(args, first_pair, last_pair, unpacked):  # type: ignore[no-untype
             x = get_int64(args + RECORDS) + row * stride
             if is_bytes and num_rows - row > TILE:
                 _bytes_2(
-                    x,
-                    stride,
-                    weights,
-                    panel_stride,
-                    steps,
-                    sums,
-                    is_cold,
-                    later,
-                    fours,
-                    way,
-                    before,
-                    rows,
-                    per_step,
-                    factor,
-                    scales,
-                    panel_bytes,
-                    place,
-                    2 * columns,
-                )
+                    x, stride, weights, panel_stride, steps, sums, is_cold, later, fours,
+                    way, before, rows, per_step, factor, scales, panel_bytes, place, 2 * columns,
+                )  # fmt: skip
             elif is_bytes:
                 _bytes_1(
-                    x,
-                    stride,
-                    weights,
-                    panel_stride,
-                    steps,
-                    sums,
-                    is_cold,
-                    later,
-                    fours,
-                    way,
-                    before,
-                    rows,
-                    per_step,
-                    factor,
-                    scales,
-                    panel_bytes,
-                    place,
-                    2 * columns,
-                )
+                    x, stride, weights, panel_stride, steps, sums, is_cold, later, fours,
+                    way, before, rows, per_step, factor, scales, panel_bytes, place, 2 * columns,
+                )  # fmt: skip
             elif num_rows - row > TILE:
                 _floats_2(
-                    x,
-                    stride,
-                    weights,
-                    panel_stride,
-                    steps,
-                    sums,
-                    is_cold,
-                    later,
-                    fours,
-                    way,
-                    before,
-                    rows,
-                    per_step,
-                    factor,
-                    scales,
-                    panel_bytes,
-                    place,
-                    2 * columns,
-                )
+                    x, stride, weights, panel_stride, steps, sums, is_cold, later, fours,
+                    way, before, rows, per_step, factor, scales, panel_bytes, place, 2 * columns,
+                )  # fmt: skip
             else:
                 _floats_1(
-                    x,
-                    stride,
-                    weights,
-                    panel_stride,
-                    steps,
-                    sums,
-                    is_cold,
-                    later,
-                    fours,
-                    way,
-                    before,
-                    rows,
-                    per_step,
-                    factor,
-                    scales,
-                    panel_bytes,
-                    place,
-                    2 * columns,
-                )
+                    x, stride, weights, panel_stride, steps, sums, is_cold, later, fours,
+                    way, before, rows, per_step, factor, scales, panel_bytes, place, 2 * columns,
+                )  # fmt: skip
             if way == OTHER and before_rows > 0:
                 _finish_block(args, is_bytes, before, before_pair, before_row, before_rows)
             before_rows, before_row, before_pair = min(BLOCK, num_rows - row), row, pair
