@@ -52,7 +52,7 @@ async def serve(step_s: float) -> None:
     server.add_generic_rpc_handlers([streams])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    print_ready("frontend", "127.0.0.1", port, "")
+    print_ready("frontend", "127.0.0.1", port, "bare")
     while True:
         await asyncio.sleep(step_s)
         streams.step()

@@ -2,11 +2,12 @@
 
     python bench/frontend.py [--json] [--model smollm2] [--streams 64] [--tokens 256] [--runs 7]
 
-Real processes (frontend_load.py), and a gRPC server that does nothing but send (bare_server.py), in turn: a core that says a fixed text at a fixed pace without a model, the frontend, and one
-client with 64 or 16 streams, of `--tokens` tokens each; the CPU time is all of the frontend's, with the reading from
-the core and the start of the requests. Text work alone: step outputs made beforehand are fed to the output processor
-as a core would send them, one message per step with one token for every stream: detokenize, look for stop strings,
-assemble and take deltas. Prints microseconds per token: median and range over the runs.
+Real processes (frontend_load.py), and a gRPC server that does nothing but send (bare_server.py), in turn: a core that
+says a fixed text at a fixed pace without a model, the frontend, and one client with 64 or 16 streams, of `--tokens`
+tokens each; the CPU time is all of the frontend's, with the reading from the core and the start of the requests. Text
+work alone: step outputs made beforehand are fed to the output processor as a core would send them, one message per
+step with one token for every stream: detokenize, look for stop strings, assemble and take deltas. Prints microseconds
+per token: median and range over the runs.
 """
 
 from __future__ import annotations

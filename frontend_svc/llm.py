@@ -6,15 +6,16 @@
     for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=16)):
         print(output.outputs[0].text)
 
-The engine runs on the calling thread, one step after another, until everything has ended, and the worker's steps on
-one beside it: a breakpoint anywhere in core, worker or kernels stops it.
+The engine runs on a thread of this process until everything has ended, and the worker's steps on one beside it: a
+breakpoint anywhere in core, worker or kernels stops it.
 """
 
 from __future__ import annotations
 
-import signal
+import contextvars
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -132,12 +133,14 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forgets what earlier prompts left in the KV cache."""
         engine = self._core.engine
-        with self._lock:
-            self._check_open()
+
+        def reset(is_interrupted: threading.Event) -> None:
             done = engine.utility(ResetPrefixCache())
             while not done.done():
                 engine.step()
-        done.result()
+            done.result()
+
+        self._run_apart(reset)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -220,9 +223,7 @@ class LLM:
             parent, children = self._process(request, i, is_one_of_many=len(prompts) > 1)
             parents.append(parent)
             engine_requests += children
-        with self._lock:
-            self._check_open()
-            self._drain(parents, engine_requests, use_tqdm)
+        self._run_apart(lambda is_interrupted: self._drain(parents, engine_requests, use_tqdm, is_interrupted))
         errors = [parent.error for parent in parents if parent.error is not None]
         for error in errors:
             # With the worker gone, or nothing left to give, there is no result to save.
@@ -241,18 +242,50 @@ class LLM:
             found = [replace(v, field=f"prompts[{index}]: {v.field}") for v in error.violations]
             raise InvalidArgumentError(found) from error
 
-    def _drain(self, parents: Sequence[ParentRequest], requests: list[EngineRequest], use_tqdm: bool) -> None:
+    def _run_apart(self, work: Callable[[threading.Event], None]) -> None:
+        """Runs work on a thread, so that what a signal's handler raises here (Ctrl-C, an alarm) cuts no step in two.
+
+        The event tells the work to end early. After a first exception this waits until it has; a second one does not
+        wait, but the next call does. Raises UnavailableError after `close`.
+        """
+        is_interrupted, done = threading.Event(), Future[None]()
+
+        def run() -> None:
+            try:
+                with self._lock:
+                    self._check_open()
+                    work(is_interrupted)
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        context = contextvars.copy_context()
+        threading.Thread(target=context.run, args=(run,), name="engine", daemon=True).start()
+        try:
+            done.result()
+        except BaseException:
+            if not done.done():
+                is_interrupted.set()
+                done.exception()
+            raise
+
+    def _drain(
+        self,
+        parents: Sequence[ParentRequest],
+        requests: list[EngineRequest],
+        use_tqdm: bool,
+        is_interrupted: threading.Event,
+    ) -> None:
         """The offline loop: adds everything, then steps until everything has ended."""
         engine = self._core.engine
         engine.add(_INCARNATION, requests)
         for parent in parents:
             self._outputs.add(parent)
         in_flight: InFlight | None = None
-        with _progress(len(requests), use_tqdm) as bar, _deferred_interrupt() as interrupted:
+        with _progress(len(requests), use_tqdm) as bar:
             try:
-                while len(self._outputs):
-                    if interrupted.is_set():
-                        raise KeyboardInterrupt
+                while len(self._outputs) and not is_interrupted.is_set():
                     num_alive = len(self._outputs)
                     in_flight = self._step(in_flight)
                     bar.update(num_alive - len(self._outputs))
@@ -272,11 +305,7 @@ class LLM:
         return in_flight
 
     def _abort_rest(self, parents: Sequence[ParentRequest], in_flight: InFlight | None) -> None:
-        """Ends what is alive, and lets the engine flush what ended.
-
-        After an interrupt in the midst of a turn, in_flight may have been committed already. Everything ends before it
-        is looked at again, so that its rows are nobody's.
-        """
+        """Ends what is alive, and lets the engine flush what ended."""
         engine = self._core.engine
         for parent in parents:
             for reason, ids in self._outputs.abort(parent, AbortReason.CLIENT).items():
@@ -312,24 +341,3 @@ def _progress(total: int, use_tqdm: bool) -> Iterator[Any]:
 
     with tqdm(total=total, desc="completions", disable=not use_tqdm, dynamic_ncols=True) as bar:
         yield bar
-
-
-@contextmanager
-def _deferred_interrupt() -> Iterator[threading.Event]:
-    """Turns Ctrl-C into an event, so that it never cuts a step in two; a second one interrupts at once."""
-    interrupted = threading.Event()
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield interrupted
-        return
-
-    def on_interrupt(number: int, frame: Any) -> None:
-        if interrupted.is_set():
-            raise KeyboardInterrupt
-        interrupted.set()
-
-    signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield interrupted
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -8,6 +8,7 @@ requests. Processor time of one thread for a forward pass of SmolLM2-135M, by Py
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,4 +69,6 @@ class DecodePrograms:
 
 def _addresses(batch: ForwardBatch) -> tuple[int, ...]:
     tensors = batch.input_ids, batch.positions, batch.query_start_loc, batch.seq_lens, batch.slot_mapping
-    return *(x.data_ptr() for x in tensors), batch.block_tables.data_ptr(), batch.block_tables.stride(0)
+    # A forked child has a team of its own, and a program calls the one that it was recorded with.
+    places = os.getpid(), batch.block_tables.data_ptr(), batch.block_tables.stride(0)
+    return *places, *(x.data_ptr() for x in tensors)

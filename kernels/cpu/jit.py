@@ -18,6 +18,7 @@ import re
 import shutil
 import stat
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -144,7 +145,9 @@ def _prepare(numba: Any) -> None:
     _lock_cache_files()
 
 
-@functools.cache
+_preparing = threading.Lock()
+
+
 def _lock_cache_files() -> None:
     """Lets one process at a time read or write what is kept.
 
@@ -164,8 +167,11 @@ def _lock_cache_files() -> None:
 
         return call
 
-    for name in ("save", "load"):
-        setattr(IndexDataCacheFile, name, locked(getattr(IndexDataCacheFile, name)))
+    with _preparing:
+        for name in ("save", "load"):
+            method = getattr(IndexDataCacheFile, name)
+            if not hasattr(method, "__wrapped__"):
+                setattr(IndexDataCacheFile, name, locked(method))
 
 
 _cache_dir: Path | None = None

@@ -32,17 +32,13 @@ class NotRecordableError(Exception):
 class Arena:
     """Memory for what programs write. A piece is free again when the last tensor in it is gone.
 
-    Pieces are powers of two, so that programs for other numbers of rows find them. Must outlive what it gave.
+    Pieces are powers of two, so that programs for other numbers of rows find them.
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[int]] = {}
-        self._blocks: list[mmap.mmap] = []
-
-    @property
-    def num_bytes(self) -> int:
+        self._free: dict[int, list[mmap.mmap]] = {}
+        self.num_bytes = 0
         """Bytes taken from the system."""
-        return sum(map(len, self._blocks))
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialized tensor of one element at least, aligned to a page."""
@@ -50,13 +46,12 @@ class Arena:
         num_bytes = max(_LEAST_BYTES, 1 << (count * dtype.itemsize - 1).bit_length())
         free = self._free.setdefault(num_bytes, [])
         if not free:
-            block = mmap.mmap(-1, num_bytes)
-            self._blocks.append(block)
-            free.append(ctypes.addressof(ctypes.c_uint8.from_buffer(block)))
-        address = free.pop()
-        # The tensor's storage holds the buffer, and views of the tensor the storage.
-        buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
-        weakref.finalize(buffer, free.append, address)
+            free.append(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            self.num_bytes += num_bytes
+        block = free.pop()
+        # The tensor's storage holds the buffer, views of the tensor the storage, and the buffer the block.
+        buffer = (ctypes.c_uint8 * num_bytes).from_buffer(block)
+        weakref.finalize(buffer, free.append, block)
         return torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)
 
 

@@ -141,7 +141,9 @@ class Team:
 
     def __init__(self, size: int) -> None:
         self.size = size if has_futex() else 1
-        self._memory = torch.frombuffer(mmap.mmap(-1, STATE_BYTES), dtype=torch.uint8)
+        self._memory = torch.frombuffer(
+            mmap.mmap(-1, STATE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
+        )
         self.state = self._memory.data_ptr() if self.size > 1 else 0
         if not self.state:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import statistics
 from collections.abc import Mapping
@@ -139,35 +140,45 @@ def test_a_failing_step_ends_its_own_requests_and_leaves_nothing(
         assert executor.violations == [] and executor.used_slots == set()
 
 
-def test_a_second_ctrl_c_in_the_midst_of_a_step_leaves_the_engine_usable(smollm2_files: Files) -> None:
-    """It cuts a turn in two, so that the step behind the one in flight is lost sight of; its rows are nobody's."""
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    options = FakeOptions()
-    executor = TextExecutor(smollm2_files, options, 0.0, max_model_len=1024)
+class AlarmError(Exception):
+    """What a program's own handler of a signal raises."""
 
-    def interrupt(plan: StepPlan) -> None:
-        if plan.step == 5:
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
 
+@pytest.mark.parametrize("place", ["submit", "result", "update"])
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("what", ["two Ctrl-C", "alarm"])
+def test_a_signal_in_the_midst_of_a_step_leaves_the_engine_usable(
+    smollm2_files: Files, place: str, is_async: bool, what: str
+) -> None:
+    """Between plan and hand-over, while the engine waits, behind a commit: the caller gets what the handler raises."""
+
+    def on_alarm(number: int, frame: object) -> None:
+        raise AlarmError
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler), signal.signal(signal.SIGALRM, on_alarm)
+    executor = TextExecutor(smollm2_files, FakeOptions(), 0.0, max_model_len=1024)
     try:
-        with make(executor) as llm:
-            commit = llm._core.engine.scheduler.update
+        with make(executor, async_scheduling=is_async) as llm:
+            owner: Any = llm._core.engine.scheduler if place == "update" else llm._core.engine._link
+            real, count = getattr(owner, place), itertools.count(1)
 
-            def update(step: Any, result: StepResult) -> None:
-                commit(step, result)
-                interrupt(step.plan)
+            def interrupted(*args: Any) -> Any:
+                if next(count) == 5:
+                    for number in [signal.SIGINT] * 2 if what == "two Ctrl-C" else [signal.SIGALRM]:
+                        signal.raise_signal(number)
+                return real(*args)
 
-            llm._core.engine.scheduler.update = update  # type: ignore[method-assign]
-            with pytest.raises(KeyboardInterrupt):
+            setattr(owner, place, interrupted)
+            with pytest.raises(KeyboardInterrupt if what == "two Ctrl-C" else AlarmError):
                 llm.generate(["a", "b", "c"], SamplingParams(max_tokens=100), use_tqdm=False)
-            assert not llm._core.engine.scheduler.requests and not llm._core.engine.has_work()
-            assert executor.used_slots == set() and executor.violations == []
             params = SamplingParams(seed=SEED, max_tokens=5)
             (output,) = llm.generate("a", params, use_tqdm=False)
             assert output.outputs[0].token_ids == executor.model.generate(llm.tokenizer.encode("a"), params, 5)
+            assert not llm._core.engine.scheduler.requests and not llm._core.engine.has_work()
+            assert executor.used_slots == set() and executor.violations == []
     finally:
-        signal.signal(signal.SIGINT, previous)
+        signal.signal(signal.SIGINT, previous[0])
+        signal.signal(signal.SIGALRM, previous[1])
 
 
 class Timed(WorkerExecutor):
