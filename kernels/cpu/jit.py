@@ -101,10 +101,15 @@ def compiling(what: str) -> Iterator[None]:
     """
     marker = cache_dir() / ("-".join(re.findall(r"\w+", what)) + ".done")
     with open(cache_dir() / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("another process compiles CPU kernels: waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         is_first = not marker.exists()
         if is_first:
-            logger.info("compiling the CPU kernels for %s, once per version of them: about a minute", what)
+            # A warning: the one line that `LLM` shows where no logging is set up, and a minute of silence is long.
+            logger.warning("compiling the CPU kernels for %s, once per version of them: about a minute", what)
         started = time.monotonic()
         yield
         marker.touch()

@@ -14,6 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
+from kernels.cpu import jit
 from kernels.cpu.features import cpu_flags
 
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -183,11 +184,16 @@ minimum = _binary(lambda builder, a, b: call(builder, "llvm.minnum.v16f32", V_F3
 
 
 def _operator(python_operator: Any, operation: Any) -> None:
-    # Without annotations: numba compares them with the lambda's, which can have none.
+    # Without annotations: numba compares them with those of what is returned.
     @overload(python_operator)  # type: ignore[untyped-decorator]
     def overloaded(a, b):  # type: ignore[no-untyped-def]
         if a is float32x16 and b is float32x16:
-            return lambda a, b: operation(a, b)
+
+            def operate(a, b):  # type: ignore[no-untyped-def]
+                return operation(a, b)
+
+            jit.name_by_content(operate)
+            return operate
         return None
 
 

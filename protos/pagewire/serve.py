@@ -42,6 +42,7 @@ _PASSED_ON = {
         "long_prefill_token_threshold",
         "policy",
         "enable_prefix_caching",
+        "async_scheduling",
         "log_requests",
         "log_level",
         "drain_s",
@@ -75,6 +76,7 @@ class ServeSettings:
     long_prefill_token_threshold: int = setting(0, help="most prompt tokens per request and step; 0: no limit", low=0)
     policy: str = setting("fcfs", help="who is served first", choices=("fcfs", "priority"))
     enable_prefix_caching: bool = setting(True, help="reuse the KV of equal prompt beginnings")
+    async_scheduling: bool = setting(True, help="plan the next step while one runs; output is the same")
     block_size: int = setting(16, help="tokens per KV block", low=1, high=1024)
     force_generic: bool = setting(False, help="run the model through transformers' code even where ours knows it")
     num_threads: int = setting(0, help="threads of a computation on the CPU; 0: one per core", low=0)
