@@ -193,6 +193,21 @@ def greater(typing_context: Any, a: Any, b: Any) -> Any:
     return float32x16(float32x16, float32x16), codegen
 
 
+_NEAREST: tuple[float, ...] = 1.535336188319500e-4, 1.339887440266574e-3, 9.618437357674640e-3, 5.550332471162809e-2
+_NEAREST += 2.402264791363012e-1, 6.931472028550421e-1, 1.0
+_FLOOR: tuple[float, ...] = 1.8671300495043397e-3, 9.017030708491802e-3, 5.579991266131401e-2, 2.4016444385051727e-1
+_FLOOR += 6.931512951850891e-1, 1.0
+"""Coefficients for 2 ** f, the highest first: f to the nearest whole number, and above the one below."""
+
+
+def _polynomial(builder: Any, x: Any, coefficients: tuple[float, ...]) -> Any:
+    """By Horner's rule."""
+    value = _splat(coefficients[0])
+    for coefficient in coefficients[1:]:
+        value = call(builder, "llvm.fma.v16f32", V_F32, value, x, _splat(coefficient))
+    return value
+
+
 def _power_of_two(builder: Any, x: Any) -> Any:
     """2 ** x for x <= 0 to about 1e-7 of the result; exactly 0 from -127 down, 1 at 0.
 
@@ -201,16 +216,7 @@ def _power_of_two(builder: Any, x: Any) -> Any:
     bounded = _greater(builder, x, _splat(-127.0))
     n = call(builder, "llvm.rint.v16f32", V_F32, bounded)
     f = builder.fsub(bounded, n)
-    p = _splat(1.535336188319500e-4)
-    for coefficient in (
-        1.339887440266574e-3,
-        9.618437357674640e-3,
-        5.550332471162809e-2,
-        2.402264791363012e-1,
-        6.931472028550421e-1,
-        1.0,
-    ):
-        p = call(builder, "llvm.fma.v16f32", V_F32, p, f, _splat(coefficient))
+    p = _polynomial(builder, f, _NEAREST)
     # At -127 the polynomial is exactly 1, and 127 taken from its exponent leaves no bit set.
     exponent = builder.shl(builder.fptosi(n, V_I32), constant(23))
     return builder.bitcast(builder.add(builder.bitcast(p, V_I32), exponent), V_F32)
@@ -231,15 +237,7 @@ def power_of_two_of_floor(builder: Any, x: Any) -> Any:
     nothing, all_lanes, as_ever = _splat(0.0), ir.Constant(I16, -1), ir.Constant(I32, 4)
     floor = ir.Constant(I32, 9)  # no exception, downwards
     f = call(builder, "llvm.x86.avx512.mask.reduce.ps.512", V_F32, x, floor, nothing, all_lanes, as_ever)
-    p = _splat(1.8671300495043397e-3)
-    for coefficient in (
-        9.017030708491802e-3,
-        5.579991266131401e-2,
-        2.4016444385051727e-1,
-        6.931512951850891e-1,
-        1.0,
-    ):
-        p = call(builder, "llvm.fma.v16f32", V_F32, p, f, _splat(coefficient))
+    p = _polynomial(builder, f, _FLOOR)
     return call(builder, "llvm.x86.avx512.mask.scalef.ps.512", V_F32, p, x, nothing, all_lanes, as_ever)
 
 

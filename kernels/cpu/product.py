@@ -59,9 +59,12 @@ def vector_chunk(args, chunk):  # type: ignore[no-untyped-def]
             row += done
 
 
-@jit.inlined
-def multiply(weight, x, num_rows, bias, out, is_float32):  # type: ignore[no-untyped-def]
-    """The whole product. weight: address of the twelve words that describe it; x and out are contiguous."""
+@jit.chunks
+def multiply(call, unused):  # type: ignore[no-untyped-def]
+    """The whole product. A call's words: the weight (address of the twelve words that describe it), x, rows, bias, out,
+    and whether out is float32. x and out are contiguous."""
+    weight, x, num_rows = argument(call, 0), argument(call, 1), argument(call, 2)
+    bias, out, is_float32 = argument(call, 3), argument(call, 4), argument(call, 5)
     args = stack(_ARGUMENTS_BYTES)
     for i in range(9):
         put_int64(args + 8 * i, get_int64(weight + 8 * i))
@@ -69,7 +72,7 @@ def multiply(weight, x, num_rows, bias, out, is_float32):  # type: ignore[no-unt
     even = panels // (CHUNKS_PER_THREAD * argument(weight, THREADS))
     per_chunk = max(1, min(PANEL_BYTES_PER_CHUNK // panel_bytes, even))
     panel_chunks = -(-panels // per_chunk)
-    if is_float32:
+    if is_float32 != 0:
         put_int64(args + 8 * OUT_TYPE, FLOAT32)
     width = 4 if argument(args, OUT_TYPE) == FLOAT32 else 2
     put_int64(args + 8 * X, x)

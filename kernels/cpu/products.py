@@ -19,28 +19,14 @@ from __future__ import annotations
 
 import torch
 
-from kernels.cpu import features, jit, product, rows
+from kernels.cpu import features, product, rows
 from kernels.cpu.call import Call
 from kernels.cpu.dots import PAIRS
 from kernels.cpu.lanes import KINDS
 from kernels.cpu.product_tiles import tile_chunk
 from kernels.cpu.team import team
-from kernels.cpu.vectors import get_int64
 
-
-@jit.chunks
-def _multiply_call(args, unused):  # type: ignore[no-untyped-def]
-    product.multiply(
-        get_int64(args),
-        get_int64(args + 8),
-        get_int64(args + 16),
-        get_int64(args + 24),
-        get_int64(args + 32),
-        get_int64(args + 40),
-    )
-
-
-_multiply = Call(_multiply_call, 6)
+_multiply = Call(product.multiply, 6)
 
 
 class Product:

@@ -8,7 +8,7 @@ from kernels.cpu import jit
 from kernels.cpu.call import SharedCall
 from kernels.cpu.lanes import item_bytes, store
 from kernels.cpu.quant_dots import GROUP
-from kernels.cpu.quant_linear import IN_FEATURES, KIND, PANEL_BYTES, WEIGHT, ZERO
+from kernels.cpu.quant_sums import IN_FEATURES, KIND, PANEL_BYTES, WEIGHT, ZERO
 from kernels.cpu.vectors import (
     get_float32,
     get_int32,

@@ -10,15 +10,11 @@ from kernels.cpu.quant_blocks import tile_pairs
 from kernels.cpu.quant_dots import GROUP, channel_pair, grouped_panel
 from kernels.cpu.quant_rows import quantize_groups, quantize_row, round_row
 from kernels.cpu.quant_sums import (
-    BIAS,
-    BIAS_TYPE,
     CHUNKS,
     FIELDS,
     IN_FEATURES,
     KIND,
     NUM_PANELS,
-    OUT,
-    OUT_TYPE,
     PANEL_BYTES,
     RECORD_BYTES,
     RECORDS,
@@ -118,44 +114,16 @@ def product_chunk(args, chunk):  # type: ignore[no-untyped-def]
             _grouped_dots(args, pair)
 
 
-@jit.inlined
-def multiply(  # type: ignore[no-untyped-def]
-    state,
-    prepare,
-    product,
-    weight,
-    x,
-    x_type,
-    num_rows,
-    bias,
-    bias_type,
-    out,
-    out_type,
-    tiles,
-    records,
-    record_bytes,
-    spare_bytes,
-    num_chunks,
-):
-    """The whole product; addresses and types as `X` and the following say. Scratch lies at `records`: a record per
-    activation, in whole tiles, then spare_bytes per chunk."""
+@jit.chunks
+def multiply(call, unused):  # type: ignore[no-untyped-def]
+    """The whole product. A call's words: the team, the functions that prepare and multiply, the address of the weight's
+    words, and those from `X` to `CHUNKS`. Scratch lies at `RECORDS`: a record per activation, in whole tiles, then
+    SPARE_BYTES per chunk."""
+    state, prepare, product, weight = get_int64(call), get_int64(call + 8), get_int64(call + 16), get_int64(call + 24)
     args = stack(8 * 20)
     for i in range(FIELDS):
         put_int64(args + 8 * i, get_int64(weight + 8 * i))
-    put_int64(args + X, x)
-    put_int64(args + X_TYPE, x_type)
-    put_int64(args + ROWS, num_rows)
-    put_int64(args + BIAS, bias)
-    put_int64(args + BIAS_TYPE, bias_type)
-    put_int64(args + OUT, out)
-    put_int64(args + OUT_TYPE, out_type)
-    put_int64(args + TILES, tiles)
-    put_int64(args + RECORDS, records)
-    put_int64(args + RECORD_BYTES, record_bytes)
-    put_int64(args + SPARE_BYTES, spare_bytes)
-    put_int64(args + CHUNKS, num_chunks)
-    share(state, prepare, args, (num_rows + ROWS_PER_CHUNK - 1) // ROWS_PER_CHUNK)
-    share(state, product, args, num_chunks)
-
-
-__all__ = ["IN_FEATURES", "KIND", "PANEL_BYTES", "WEIGHT", "ZERO", "multiply", "prepare_chunk", "product_chunk"]
+    for place in range(X, CHUNKS + 8, 8):
+        put_int64(args + place, get_int64(call + 32 + place - X))
+    share(state, prepare, args, (get_int64(args + ROWS) + ROWS_PER_CHUNK - 1) // ROWS_PER_CHUNK)
+    share(state, product, args, get_int64(args + CHUNKS))

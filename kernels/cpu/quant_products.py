@@ -6,13 +6,12 @@ import threading
 
 import torch
 
-from kernels.cpu import jit, quant_gather, quant_linear
+from kernels.cpu import quant_gather, quant_linear
 from kernels.cpu.call import Call
 from kernels.cpu.lanes import KINDS as TYPES
 from kernels.cpu.quant_tiles import tile_configuration
 from kernels.cpu.recorder import empty, is_recording
 from kernels.cpu.team import team
-from kernels.cpu.vectors import get_int64
 
 _ROW_TILE = 16
 CHUNKS_PER_THREAD = 4
@@ -29,29 +28,7 @@ def _scratch(num_bytes: int) -> int:
     return (int(memory.data_ptr()) + 63) & ~63
 
 
-@jit.chunks
-def _multiply_call(args, unused):  # type: ignore[no-untyped-def]
-    quant_linear.multiply(
-        get_int64(args),
-        get_int64(args + 8),
-        get_int64(args + 16),
-        get_int64(args + 24),
-        get_int64(args + 32),
-        get_int64(args + 40),
-        get_int64(args + 48),
-        get_int64(args + 56),
-        get_int64(args + 64),
-        get_int64(args + 72),
-        get_int64(args + 80),
-        get_int64(args + 88),
-        get_int64(args + 96),
-        get_int64(args + 104),
-        get_int64(args + 112),
-        get_int64(args + 120),
-    )
-
-
-_multiply = Call(_multiply_call, 16)
+_multiply = Call(quant_linear.multiply, 16)
 
 
 class QuantizedProduct:

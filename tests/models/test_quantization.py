@@ -9,16 +9,18 @@ import pytest
 
 from frontend_svc import LLM, SamplingParams
 
-TEXT = (Path(__file__).parents[2] / "bench" / "workloads" / "perplexity.txt").read_text()[:1800]
+TEXT = (Path(__file__).parents[2] / "bench" / "workloads" / "perplexity.txt").read_text()
+PIECES = [TEXT[start : start + 1800] for start in range(0, len(TEXT), 1800)]
+"""All of it: on one piece the rounding of activations alone moves the ratio by 2 %."""
 
 
 def perplexity(quantization: str) -> float:
     with LLM("smollm2", dtype="bfloat16", quantization=quantization, kv_cache_memory_bytes=1 << 27) as llm:
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-        (output,) = llm.generate([TEXT], params, use_tqdm=False)
-    assert output.prompt_logprobs is not None
-    values = [next(iter(position.values())).logprob for position in output.prompt_logprobs if position]
-    assert len(values) > 300
+        outputs = llm.generate(PIECES, params, use_tqdm=False)
+    positions = [position for output in outputs for position in output.prompt_logprobs or () if position]
+    values = [next(iter(position.values())).logprob for position in positions]
+    assert len(values) > 1500
     return math.exp(-sum(values) / len(values))
 
 
@@ -27,5 +29,4 @@ def test_quantized_weights_cost_little_perplexity() -> None:
     """gguf runs the file's own 4-bit blocks, so that only the rounding of activations is lost; int8 rounds again."""
     full = perplexity("")
     assert perplexity("gguf") / full == pytest.approx(1, abs=0.01)
-    # On more words (bench/workloads/perplexity.txt) 3 %; on this few the rounding of activations moves it by 2 % more.
-    assert perplexity("int8") / full == pytest.approx(1, abs=0.06)
+    assert perplexity("int8") / full == pytest.approx(1, abs=0.04)

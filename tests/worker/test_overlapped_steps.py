@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from kernels.cpu.recorder import is_recording
 from pagewire.errors import AbortedError, InternalError
 from pagewire.sampling import SamplingParams
 from pagewire.v1 import worker_pb2
@@ -167,7 +168,8 @@ def test_the_next_step_does_not_wait_for_the_event_loop(loaded, server):
     starts = []
 
     def forward(batch, caches):
-        starts.append(time.monotonic())
+        if not is_recording():  # a decode of this model is tried as a program, refused, and then run by Python
+            starts.append(time.monotonic())
         entered.set()
         assert go_on.wait(20)
         return real(batch, caches)
@@ -188,8 +190,7 @@ def test_the_next_step_does_not_wait_for_the_event_loop(loaded, server):
     go_on.set()
     while server.worker.step < 2 and time.monotonic() < deadline:
         time.sleep(0.005)
-    # The second one, a decode, may be tried as a program first, and then run by Python.
-    assert server.worker.step == 2 and len(starts) in (2, 3)
+    assert server.worker.step == 2 and len(starts) == 2
     let_loop_go.set()
     results = [stream.result(), stream.result()]
     assert [result.step for result in results] == [1, 2]
