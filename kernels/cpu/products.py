@@ -3,13 +3,14 @@
 One kernel for all numbers of rows of a type, because tiles, dot products and plain multiply-adds round differently: a
 row must have the same bits in every batch. Measured: milliseconds for all 121 products of SmolLM2-135M in bfloat16, two
 threads of a shared Sapphire Rapids, whose speed changes twofold from minute to minute; the least of 7 to 9. amx and
-torch alternated in one run, avx512 and generic ran apart, so compare those two with each other only:
+torch alternated in one run, the gate's product among them (torch without it). avx512 and generic ran apart and
+earlier, so compare those two with each other only:
 
     rows        1     2     4     8    16    32    64   128   256
-    amx      13.9  13.9  14.6  16.1  16.0  23.0  37.3  65.3   120
+    amx      17.8  16.6  17.8  17.7  19.7  22.0  28.5  32.6  62.8
     avx512   15.1        19.4  26.7        73.2         250
     generic  12.5        14.5  22.4        62.6         223
-    torch    38.8  31.1  34.0  38.3  37.4  45.1  58.7  97.4   211   (oneDNN, with tiles)
+    torch    27.1  24.7  31.1  31.7  33.5  41.8  32.9  39.6  97.7   (oneDNN, with tiles)
 
 A kernel of dot products of pairs, its data in the first-level cache, gives 85 GFLOP/s a thread there, one of float32
 multiply-adds 167: avx512 gains nothing over generic on that processor. Other processors were not measured.
