@@ -211,7 +211,7 @@ def frontend(context: Context) -> None:
         context.recorder.add(f"frontend/{name.partition('token, ')[2]}", name, str(figure["unit"]), values)
         if "gRPC write" in name:
             dearest["cpu"] = max(dearest["cpu"], values, key=statistics.median)
-        elif "with message" not in name:
+        elif "text alone" in name and "with message" not in name:
             dearest["detokenize"] = max(dearest["detokenize"], values, key=statistics.median)
     for key, title in (("cpu", "CPU per token with the gRPC write"), ("detokenize", "detokenizing and stop search")):
         if dearest[key] != [0.0]:

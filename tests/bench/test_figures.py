@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from bench import sections
 from bench.alternate import alternate
 from bench.bars import BARS, Bar
 from bench.clients import count_tokens
+from bench.context import Context
 from bench.record import Figure, Recorder, merge, read, write
 from bench.report import bar_row, markdown, replace_marked
 from bench.statistic import percentile, ratios, summarize
@@ -125,3 +129,20 @@ def test_tokens_of_a_message_are_counted_without_parsing_it() -> None:
     assert count_tokens(head + b"[7]}]}") == 1
     assert count_tokens(head + b"[]}]}") == 0
     assert count_tokens(b'data: {"usage":{}}') == 0
+
+
+def test_the_frontend_bars_are_about_the_frontends_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bare server is a floor to compare with, not text work."""
+    rows = [
+        ("with the gRPC write, 64 streams", 66.0),
+        ("a bare grpc.aio server, 64 streams", 54.0),
+        ("text alone, no stop strings", 4.0),
+        ("text alone, two stop strings", 5.0),
+        ("text alone, two stop strings, with message", 7.0),
+    ]
+    figures = [{"name": f"frontend, CPU per token, {name}", "unit": "us", "values": [value]} for name, value in rows]
+    monkeypatch.setattr(sections, "_script", lambda *args: figures)
+    context = SimpleNamespace(recorder=Recorder(*NOW))
+    sections.frontend(cast(Context, context))
+    found = {figure.key: figure.median for figure in context.recorder.figures}
+    assert found["frontend/cpu"] == 66.0 and found["frontend/detokenize"] == 5.0
