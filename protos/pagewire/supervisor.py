@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pagewire.errors import UnavailableError
 from pagewire.runtime.lifetime import SUPERVISOR_VARIABLE
@@ -17,8 +17,20 @@ KILL_AFTER_S = 2.0
 """How long a process gets after SIGTERM where another one has died already."""
 
 
+GRPC_EXPERIMENTS = "-event_engine_client,-event_engine_listener"
+"""gRPC's core polls sockets with threads of its own ("event engine") and hands what they find to the thread that waits
+for it. Processes that share few processors with the kernels pay for each such hop with cold caches: without it, the
+thread that waits polls. Measured on two processors, SmolLM2-135M in bfloat16, one stream, three processes, in turns:
+0.5 to 1.0 ms less per token, of 20; 5 to 10 % less processor time per token in the frontend. A version of gRPC that
+does not know these names says so in one line and goes on.
+"""
 DRAIN_ORDER = ("frontend", "core", "worker")
 """Each is stopped before the one that it needs."""
+
+
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a service process of the group gets; what the user has set stays."""
+    return {"GRPC_EXPERIMENTS": GRPC_EXPERIMENTS, **environ, SUPERVISOR_VARIABLE: str(os.getpid())}
 
 
 class Child:
@@ -34,7 +46,7 @@ class Child:
     @classmethod
     async def start(cls, service: str, arguments: Sequence[str]) -> Child:
         """Starts `python -m <service>_svc` with the arguments."""
-        environ = {**os.environ, SUPERVISOR_VARIABLE: str(os.getpid())}
+        environ = child_environment(os.environ)
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
