@@ -51,6 +51,16 @@ def token_bytes(token_ids: Int32Column) -> bytes:
     return (token_ids if _IS_LITTLE_ENDIAN else token_ids.byteswap()).tobytes()
 
 
+def hash_chain(parent_hash: bytes, tokens: bytes, block_bytes: int, extra_keys: bytes = b"") -> list[bytes]:
+    """Names of full blocks in a row: `tokens` in parts of block_bytes each; the extra keys enter the first one."""
+    hashes = []
+    for start in range(0, len(tokens), block_bytes):
+        parent_hash = hash_block(parent_hash, tokens[start : start + block_bytes], extra_keys)
+        extra_keys = b""
+        hashes.append(parent_hash)
+    return hashes
+
+
 def hash_block(parent_hash: bytes, tokens: bytes, extra_keys: bytes = b"") -> bytes:
     """Sha256 of a full block: parent (32 bytes), number of tokens, tokens as int32 LE, extra keys."""
     return sha256(parent_hash + _LENGTH.pack(len(tokens) // BYTES_PER_TOKEN) + tokens + extra_keys).digest()

@@ -99,8 +99,11 @@ class BlockPool:
         self.blocks = [KVCacheBlock(block_id) for block_id in range(num_blocks)]
         self.null_block = self.blocks[0]
         self.free_queue = FreeBlockQueue(self.blocks[1:])
-        self.cached_blocks: dict[bytes, dict[int, KVCacheBlock]] = {}
-        """Blocks by hash. Equal blocks are not merged (block tables only grow), so that a hash may have several."""
+        self.cached_blocks: dict[bytes, KVCacheBlock] = {}
+        """Blocks by hash: the one that a lookup finds."""
+        self.twin_blocks: dict[bytes, dict[int, KVCacheBlock]] = {}
+        """Further blocks with the hash of one in cached_blocks, by id, oldest first: equal blocks are not merged, since
+        block tables only grow. Most hashes have none, which saves a dict for each."""
         self._on_removed = on_removed
 
     @property
@@ -117,8 +120,7 @@ class BlockPool:
 
     def get_cached_block(self, block_hash: bytes) -> KVCacheBlock | None:
         """A block with this hash, or None."""
-        blocks = self.cached_blocks.get(block_hash)
-        return next(iter(blocks.values())) if blocks else None
+        return self.cached_blocks.get(block_hash)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Takes free blocks, least recently used first. Raises ValueError, and changes nothing, if too few are free."""
@@ -160,9 +162,10 @@ class BlockPool:
         if block.block_hash is not None or block is self.null_block:
             raise RuntimeError(f"block {block.block_id} can't be cached")
         block.block_hash = block_hash
-        blocks = self.cached_blocks.setdefault(block_hash, {})
-        blocks[block.block_id] = block
-        return len(blocks) == 1
+        if self.cached_blocks.setdefault(block_hash, block) is block:
+            return True
+        self.twin_blocks.setdefault(block_hash, {})[block.block_id] = block
+        return False
 
     def reset(self) -> bool:
         """Forgets every hash; False, and nothing changes, while a block is in use."""
@@ -171,6 +174,7 @@ class BlockPool:
         for block in self.blocks:
             block.block_hash = None
         self.cached_blocks.clear()
+        self.twin_blocks.clear()
         return True
 
     def _forget_hashes(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -179,10 +183,20 @@ class BlockPool:
             block_hash = block.block_hash
             if block_hash is not None:
                 block.block_hash = None
-                others = self.cached_blocks[block_hash]
-                del others[block.block_id]
-                if not others:
+                if block_hash in self.twin_blocks:
+                    self._forget_twin(block, block_hash)
+                else:
                     del self.cached_blocks[block_hash]
                     removed.append(block_hash)
         if removed and self._on_removed is not None:
             self._on_removed(removed)
+
+    def _forget_twin(self, block: KVCacheBlock, block_hash: bytes) -> None:
+        """Takes a block from those that share its hash; a lookup finds the oldest of the others."""
+        twins = self.twin_blocks[block_hash]
+        if self.cached_blocks[block_hash] is block:
+            self.cached_blocks[block_hash] = twins.pop(next(iter(twins)))
+        else:
+            del twins[block.block_id]
+        if not twins:
+            del self.twin_blocks[block_hash]

@@ -19,7 +19,7 @@ from core_svc.outputs import finished_of
 from core_svc.plan_builder import ScheduledStep
 from core_svc.request import Request, RequestStatus
 from core_svc.result_rows import PromptLogprobs, ResultRows, RowResult
-from core_svc.slot_table import SlotTable
+from core_svc.slot_table import Slots, SlotTable
 from pagewire.columns import Int32Column
 from pagewire.engine import Finished, LogprobColumns
 from pagewire.plan import StepResult
@@ -37,16 +37,18 @@ def commit_step(scheduler: Scheduler, step: ScheduledStep, result: StepResult) -
     is_current = step.is_current(table)
     num_committed = plan.num_computed_tokens + plan.num_scheduled_tokens
 
-    is_plain = is_current & results.is_plain & table.is_plain[plan.slots] & (plan.num_sampled_tokens == 1)
+    is_plain = is_current & results.is_plain & table.is_plain[step.slots] & (plan.num_sampled_tokens == 1)
     plain = is_plain.nonzero()[0]
-    _commit_tokens(scheduler, plan.slots[plain], results.first_tokens(plain), num_committed[plain], now_ns)
+    _commit_tokens(scheduler, step.slots[plain], results.first_tokens(plain), num_committed[plain], now_ns)
+    if len(plain) == len(step.slots):
+        return
     for row in (is_current & ~is_plain).nonzero()[0].tolist():
-        request: Request = table.requests[plan.slots[row]]
+        request: Request = table.requests[step.slots[row]]
         num_sampled = int(plan.num_sampled_tokens[row])
         _commit_request(scheduler, request, results.row(row), num_sampled, int(num_committed[row]), now_ns)
 
 
-def may_end(table: SlotTable, slots: Int32Column, token_ids: Int32Column) -> npt.NDArray[np.bool_]:
+def may_end(table: SlotTable, slots: Slots, token_ids: Int32Column) -> npt.NDArray[np.bool_]:
     """Whether each slot's request ends with this token, which is its last one; `check_stop` says how."""
     num_tokens = table.num_tokens[slots]
     ends: npt.NDArray[np.bool_] = num_tokens >= table.max_num_tokens[slots]
@@ -58,7 +60,7 @@ def may_end(table: SlotTable, slots: Int32Column, token_ids: Int32Column) -> npt
 
 
 def _commit_tokens(
-    scheduler: Scheduler, slots: Int32Column, token_ids: Int32Column, num_committed: Int32Column, now_ns: int
+    scheduler: Scheduler, slots: Slots, token_ids: Int32Column, num_committed: Int32Column, now_ns: int
 ) -> None:
     """Commits one token for each slot, that brings nothing else."""
     if not len(slots):
@@ -73,27 +75,35 @@ def _commit_tokens(
         cache_blocks_of(scheduler.kv, table, slots[is_full], num_committed[is_full])
     scheduler.stats.num_generated_tokens += len(slots)
     offsets -= table.num_prompt_tokens[slots]
-    is_turn = table.awaits_first_token[slots] | may_end(table, slots, token_ids)
+    ends = may_end(table, slots, token_ids)
+    is_turn = table.awaits_first_token[slots] | ends
     for frontend, rows in table.by_frontend(slots):
         own = slots[rows]
         row = scheduler.outputs.add_tokens(frontend, table.request_ids[own], offsets[rows], token_ids[rows])
         turns = is_turn[rows].nonzero()[0]
-        for place, token_id in zip(turns.tolist(), token_ids[rows][turns].tolist(), strict=True):
-            _begin_or_end(scheduler, table.requests[own[place]], token_id, row + place, now_ns)
+        columns = (turns, token_ids[rows][turns], ends[rows][turns])
+        for place, token_id, is_last in zip(*(column.tolist() for column in columns), strict=True):
+            request = table.requests[own[place]]
+            _note_start(scheduler, request, row + place, now_ns)
+            if is_last:
+                _end(scheduler, request, token_id, row + place, now_ns)
 
 
-def _begin_or_end(scheduler: Scheduler, request: Request, token_id: int, row: int, now_ns: int) -> None:
-    """What a token that was committed by column, with this row of its frontend's outputs, means for its request."""
+def _note_start(scheduler: Scheduler, request: Request, row: int, now_ns: int) -> None:
+    """A token was committed by column, with this row of its frontend's outputs: it may be the request's first."""
     note_first_token(request, now_ns)
-    frontend = request.key[0]
     if not request.is_started:
         request.is_started = True
-        scheduler.outputs.note_started(frontend, row, request.num_hit_tokens)
+        scheduler.outputs.note_started(request.key[0], row, request.num_hit_tokens)
+
+
+def _end(scheduler: Scheduler, request: Request, token_id: int, row: int, now_ns: int) -> None:
+    """Ends a request with the token that was committed by column with this row, if that one does end it."""
     status, stop_token_id = check_stop(request, token_id)
     if status is not None:
         scheduler.end(request, status)
         finished = finished_of(request, stop_token_id=stop_token_id, now_ns=now_ns)
-        scheduler.outputs.note_finished(frontend, row, finished)
+        scheduler.outputs.note_finished(request.key[0], row, finished)
 
 
 def note_first_token(request: Request, now_ns: int) -> None:
@@ -195,12 +205,13 @@ def commit_row(
 def _take_drafts(request: Request, table: SlotTable, draft_token_ids: Sequence[int]) -> None:
     """Keeps drafts for the next step, unless that one is in flight already; from now on steps wait for drafts."""
     slot = request.slot
-    table.is_drafting[slot] = True
-    if not table.placeholders(slot):
+    if table.placeholders(slot):
+        table.set_drafts(slot, 0)
+    else:
         # A draft past the last token that may come would be computed for nothing, in blocks the pool need not have.
         num_useful = request.max_num_tokens - request.num_tokens - 1
         request.spec_token_ids = list(draft_token_ids[:num_useful])
-        table.num_drafts[slot] = len(request.spec_token_ids)
+        table.set_drafts(slot, len(request.spec_token_ids))
 
 
 def check_stop(request: Request, token_id: int) -> tuple[RequestStatus | None, int | None]:

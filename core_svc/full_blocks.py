@@ -10,7 +10,7 @@ import numpy as np
 
 from core_svc.kv_cache_manager import KVCacheManager
 from core_svc.request import Request
-from core_svc.slot_table import NEVER, SlotTable
+from core_svc.slot_table import NEVER, Slots, SlotTable
 from pagewire.columns import Int32Column
 
 
@@ -25,9 +25,7 @@ def cache_blocks(kv: KVCacheManager, table: SlotTable, request: Request, num_com
     table.next_full_tokens[request.slot] = next_full_tokens(kv, request)
 
 
-def cache_blocks_of(
-    kv: KVCacheManager, table: SlotTable, slots: Int32Column, num_committed_tokens: Int32Column
-) -> None:
+def cache_blocks_of(kv: KVCacheManager, table: SlotTable, slots: Slots, num_committed_tokens: Int32Column) -> None:
     """The same for running requests with at least one more full block each; decodes have just one."""
     size = kv.block_size
     has_one = num_committed_tokens < table.next_full_tokens[slots] + size
@@ -35,7 +33,7 @@ def cache_blocks_of(
     first_tokens = table.next_full_tokens[decodes] - size
     tokens = table.token_ids[decodes[:, None], first_tokens[:, None] + np.arange(size)]
     kv.cache_next_blocks(table.requests[decodes].tolist(), tokens)
-    table.next_full_tokens[decodes] += size
+    table.next_full_tokens[decodes] = first_tokens + 2 * size
     if len(decodes) < len(slots):
         others = zip(table.requests[slots[~has_one]], num_committed_tokens[~has_one].tolist(), strict=True)
         for request, num_committed in others:

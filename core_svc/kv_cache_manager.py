@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
-from core_svc.block_hash import BYTES_PER_TOKEN, ROOT_HASH, hash_block, token_bytes
+from core_svc.block_hash import BYTES_PER_TOKEN, ROOT_HASH, hash_block, hash_chain, token_bytes
 from core_svc.block_pool import BlockPool, KVCacheBlock
 from core_svc.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from core_svc.request import Request
@@ -28,7 +27,7 @@ class KVCacheManager:
         self.enable_caching = enable_caching
         self._is_recording_events = is_recording_events
         self._events: list[KvEvent] = []
-        self._coming: Counter[bytes] = Counter()
+        self._coming: dict[bytes, int] = {}
         """Hashes of the full blocks that admitted requests are about to compute, by number of requests."""
         on_removed = (lambda hashes: self._events.append(BlockRemoved(tuple(hashes)))) if is_recording_events else None
         self.pool = BlockPool(num_blocks, on_removed)
@@ -49,9 +48,9 @@ class KVCacheManager:
         """
         if not self.enable_caching:
             return []
-        found, token_ids = [], request.token_ids
-        for idx in range(request.max_num_cached_tokens // self.block_size):
-            block = self.pool.get_cached_block(self._block_hash(request, idx, token_ids))
+        found, get_cached_block = [], self.pool.get_cached_block
+        for block_hash in self._hashes(request)[: request.max_num_cached_tokens // self.block_size]:
+            block = get_cached_block(block_hash)
             if block is None:
                 break
             found.append(block)
@@ -64,10 +63,13 @@ class KVCacheManager:
         """
         if not self._coming:
             return False
-        idx, end = len(computed_blocks), request.max_num_cached_tokens // self.block_size
-        while idx < end and self._block_hash(request, idx, request.token_ids) in self._coming:
-            idx += 1
-        return (idx - len(computed_blocks)) * self.block_size >= MIN_COMING_TOKENS
+        num_coming = 0
+        end = request.max_num_cached_tokens // self.block_size
+        for block_hash in self._hashes(request)[len(computed_blocks) : end]:
+            if block_hash not in self._coming:
+                break
+            num_coming += 1
+        return num_coming * self.block_size >= MIN_COMING_TOKENS
 
     def allocate(self, requests: Sequence[Request], num_new_blocks: Sequence[int]) -> list[int]:
         """Ids of the blocks that each request gets, in order.
@@ -89,15 +91,16 @@ class KVCacheManager:
         None unless the whole sequence fits beside the blocks promised to prefills that are still under way.
         """
         num_from_free = self.num_blocks_for(request.num_tokens) - len(computed_blocks)
-        num_from_free += sum(block.ref_cnt == 0 for block in computed_blocks)
+        for block in computed_blocks:
+            num_from_free += block.ref_cnt == 0
         if num_from_free + num_promised_blocks > self.pool.num_free_blocks:
             return None
         self.pool.touch(computed_blocks)
-        request.blocks = list(computed_blocks)
+        new_blocks = self.pool.get_new_blocks(self.num_blocks_for(num_tokens) - len(computed_blocks))
+        request.blocks = computed_blocks + new_blocks
         request.num_cached_blocks = request.num_announced_blocks = len(computed_blocks)
         self._announce(request)
-        new_block_ids = self.allocate([request], [self.num_blocks_for(num_tokens) - len(computed_blocks)])
-        return [block.block_id for block in computed_blocks] + new_block_ids
+        return [block.block_id for block in request.blocks]
 
     def num_missing_blocks(self, request: Request) -> int:
         """Blocks that the request still needs for the tokens it has."""
@@ -105,41 +108,39 @@ class KVCacheManager:
 
     def cache_blocks(self, request: Request, num_committed_tokens: int) -> None:
         """Makes the request's full blocks below num_committed_tokens findable."""
-        first = request.num_cached_blocks
+        first, size = request.num_cached_blocks, self.block_size
         num_full_blocks = num_committed_tokens // self.block_size
-        if not self.enable_caching or num_full_blocks <= first:
-            return
-        token_ids = request.token_ids
-        size = self.block_size
-        for idx in range(first, num_full_blocks):
-            self._cache_block(request, idx, token_bytes(token_ids[idx * size : (idx + 1) * size]))
-        self._withdraw(request, num_full_blocks)
-        request.num_cached_blocks = num_full_blocks
+        if self.enable_caching and num_full_blocks > first:
+            tokens = request.token_ids[first * size : num_full_blocks * size]
+            self.cache_next_blocks([request] * (num_full_blocks - first), tokens)
 
     def cache_next_blocks(self, requests: Sequence[Request], token_ids: Int32Column) -> None:
-        """Makes one more full block of each request findable: the one of these tokens, [requests, block_size]."""
-        tokens, num_bytes = token_bytes(token_ids), self.block_size * BYTES_PER_TOKEN
-        for start, request in zip(range(0, len(tokens), num_bytes), requests, strict=True):
-            idx = request.num_cached_blocks
-            self._cache_block(request, idx, tokens[start : start + num_bytes])
-            if idx < request.num_announced_blocks:
-                self._withdraw(request, idx + 1)
-            request.num_cached_blocks = idx + 1
+        """Makes the next full block of each request findable: the one of these tokens, block_size of them for each.
 
-    def _cache_block(self, request: Request, idx: int, tokens: bytes) -> None:
-        """Makes a block findable; those before it have their hashes."""
-        hashes = request.block_hashes
-        if idx == len(hashes):
-            hashes.append(self._next_hash(request, tokens))
-        is_new = self.pool.cache_block(request.blocks[idx], hashes[idx])
-        if is_new and self._is_recording_events:
+        A request may be there several times in a row. This is the inner loop of the commit, written out.
+        """
+        tokens, num_bytes = token_bytes(token_ids), self.block_size * BYTES_PER_TOKEN
+        cache_block, is_recording_events, events = self.pool.cache_block, self._is_recording_events, self._events
+        for start, request in zip(range(0, len(tokens), num_bytes), requests, strict=True):
+            idx, hashes = request.num_cached_blocks, request.block_hashes
+            block_tokens = tokens[start : start + num_bytes]
             parent = hashes[idx - 1] if idx else b""
-            self._events.append(BlockStored((hashes[idx],), parent, tokens, self.block_size, request.adapter))
+            if idx < len(hashes):
+                block_hash = hashes[idx]
+            else:
+                block_hash = hash_block(parent or ROOT_HASH, block_tokens, b"" if idx else request.extra_keys)
+                hashes.append(block_hash)
+            if cache_block(request.blocks[idx], block_hash) and is_recording_events:
+                events.append(BlockStored((block_hash,), parent, block_tokens, self.block_size, request.adapter))
+            if idx < request.num_announced_blocks:
+                self._withdraw(block_hash)
+            request.num_cached_blocks = idx + 1
 
     def free(self, request: Request) -> None:
         """Gives back all blocks of the request."""
         self.pool.free_blocks(request.blocks)
-        self._withdraw(request, request.num_announced_blocks)
+        for block_hash in request.block_hashes[request.num_cached_blocks : request.num_announced_blocks]:
+            self._withdraw(block_hash)
         request.num_announced_blocks = 0
         request.blocks = []
         request.num_cached_blocks = 0
@@ -160,24 +161,23 @@ class KVCacheManager:
     def _announce(self, request: Request) -> None:
         """Notes the full blocks that a request will have computed before it samples."""
         if self.enable_caching:
-            request.num_announced_blocks = request.num_tokens // self.block_size
-            token_ids = request.token_ids
-            for idx in range(request.num_cached_blocks, request.num_announced_blocks):
-                self._coming[self._block_hash(request, idx, token_ids)] += 1
+            hashes, coming = self._hashes(request), self._coming
+            request.num_announced_blocks = len(hashes)
+            for block_hash in hashes[request.num_cached_blocks :]:
+                coming[block_hash] = coming.get(block_hash, 0) + 1
 
-    def _withdraw(self, request: Request, end: int) -> None:
-        """Takes back what was announced of the request's blocks that have no hash yet and are before `end`."""
-        for block_hash in request.block_hashes[request.num_cached_blocks : min(end, request.num_announced_blocks)]:
-            self._coming[block_hash] -= 1
-            if not self._coming[block_hash]:
-                del self._coming[block_hash]
+    def _withdraw(self, block_hash: bytes) -> None:
+        """Takes back what one request announced of a block."""
+        num_coming = self._coming.pop(block_hash) - 1
+        if num_coming:
+            self._coming[block_hash] = num_coming
 
-    def _block_hash(self, request: Request, idx: int, token_ids: Int32Column) -> bytes:
+    def _hashes(self, request: Request) -> list[bytes]:
+        """Names of all full blocks of the request's tokens; hashed once, for good."""
         hashes, size = request.block_hashes, self.block_size
-        for start in range(len(hashes) * size, (idx + 1) * size, size):
-            hashes.append(self._next_hash(request, token_bytes(token_ids[start : start + size])))
-        return hashes[idx]
-
-    def _next_hash(self, request: Request, tokens: bytes) -> bytes:
-        hashes = request.block_hashes
-        return hash_block(hashes[-1], tokens) if hashes else hash_block(ROOT_HASH, tokens, request.extra_keys)
+        num_hashed, num_blocks = len(hashes), request.num_tokens // size
+        if num_hashed < num_blocks:
+            tokens = token_bytes(request.token_ids[num_hashed * size : num_blocks * size])
+            parent, extra_keys = (hashes[-1], b"") if hashes else (ROOT_HASH, request.extra_keys)
+            hashes += hash_chain(parent, tokens, size * BYTES_PER_TOKEN, extra_keys)
+        return hashes

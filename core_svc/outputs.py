@@ -55,6 +55,7 @@ class OutputCollector:
 
     def __init__(self) -> None:
         self._by_frontend: dict[str, _Rows] = {}
+        self._ones: Int32Column = np.ones(0, np.int32)
 
     def add_tokens(
         self, frontend_incarnation: str, request_ids: UInt64Column, offsets: Int32Column, token_ids: Int32Column
@@ -62,7 +63,7 @@ class OutputCollector:
         """Adds a row with one token for each of a frontend's requests; returns the first row."""
         rows = self._rows_of(frontend_incarnation)
         first = rows.num_rows
-        rows.add(request_ids, offsets, np.ones(len(request_ids), np.int32), token_ids)
+        rows.add(request_ids, offsets, self._one_each(len(request_ids)), token_ids)
         return first
 
     def note_started(self, frontend_incarnation: str, row: int, num_cached_tokens: int) -> None:
@@ -112,6 +113,13 @@ class OutputCollector:
         """Hands over everything collected, by frontend."""
         taken, self._by_frontend = self._by_frontend, {}
         return [(frontend, rows.to_step_outputs(step)) for frontend, rows in taken.items()]
+
+    def _one_each(self, num_rows: int) -> Int32Column:
+        """A one for each row; read-only, for it is the same memory in every step."""
+        if num_rows > len(self._ones):
+            self._ones = np.ones(2 * num_rows, np.int32)
+            self._ones.flags.writeable = False
+        return self._ones[:num_rows]
 
     def _rows_of(self, frontend_incarnation: str) -> _Rows:
         rows = self._by_frontend.get(frontend_incarnation)

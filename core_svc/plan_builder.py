@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from core_svc.request import Request
-from core_svc.slot_table import SlotTable
+from core_svc.slot_table import Slots, SlotTable
 from pagewire.columns import EMPTY_INT32, Int32Column
 from pagewire.plan import NewRequest, StepPlan
 
@@ -24,19 +24,21 @@ class ScheduledStep:
     number: int
     """Counts the engine's steps; unlike plan.step it never starts anew."""
     plan: StepPlan
+    slots: Slots
+    """The plan's."""
     requests: npt.NDArray[np.object_]
     """In row order."""
 
     def is_current(self, table: SlotTable) -> npt.NDArray[np.bool_]:
         """By row, whether its request still holds the slot that it had in this step."""
-        return table.admitted_step[self.plan.slots] <= self.number
+        return table.admitted_step[self.slots] <= self.number
 
 
 @dataclass(slots=True)
 class Rows:
     """Rows that are scheduled, as columns: what each computes, and the blocks that it gets for that."""
 
-    slots: Int32Column
+    slots: Slots
     num_scheduled_tokens: Int32Column
     num_computed_tokens: Int32Column
     num_sampled_tokens: Int32Column
@@ -46,7 +48,7 @@ class Rows:
     @classmethod
     def of(
         cls,
-        slots: Int32Column,
+        slots: Slots,
         num_new: Int32Column,
         num_computed: Int32Column,
         num_known: Int32Column,
@@ -58,6 +60,12 @@ class Rows:
         """
         num_beyond = num_computed + num_new - num_known
         return cls(slots, num_new, num_computed, np.maximum(num_beyond + 1, 0), np.maximum(num_beyond, 0), blocks)
+
+    def advance(self, table: SlotTable, num_known: Int32Column) -> int:
+        """Moves the rows' requests on as if their step had run; returns how many tokens they compute."""
+        table.num_computed_tokens[self.slots] = self.num_computed_tokens + self.num_scheduled_tokens
+        table.num_known_tokens[self.slots] = num_known + self.num_sampled_tokens
+        return int(self.num_scheduled_tokens.sum())
 
 
 class PlanBuilder:
@@ -90,7 +98,7 @@ class PlanBuilder:
         plan = StepPlan(
             epoch=epoch,
             step=step,
-            slots=rows.slots,
+            slots=rows.slots.astype(np.int32),
             num_scheduled_tokens=rows.num_scheduled_tokens,
             num_computed_tokens=rows.num_computed_tokens,
             num_sampled_tokens=rows.num_sampled_tokens,
@@ -101,14 +109,14 @@ class PlanBuilder:
             num_draft_tokens=rows.num_draft_tokens if self._drafts else EMPTY_INT32,
             draft_token_ids=_column(self._drafts),
         )
-        return ScheduledStep(number, plan, requests[rows.slots])
+        return ScheduledStep(number, plan, rows.slots, requests.take(rows.slots))
 
 
 def _joined(parts: list[Rows]) -> Rows:
     if len(parts) == 1:
         return parts[0]
     if not parts:
-        return Rows(*[EMPTY_INT32] * 6)
+        return Rows(np.empty(0, np.intp), *[EMPTY_INT32] * 5)
     names = Rows.__dataclass_fields__
     return Rows(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 

@@ -127,7 +127,9 @@ class Request:
     ) -> Request:
         """Takes over what a frontend sent. `sequence` counts arrivals at this core."""
         params = request.sampling_params
-        token_ids = np.concatenate((request.prompt_token_ids, request.output_token_ids), dtype=np.int32)
+        token_ids = np.array(request.prompt_token_ids, np.int32)
+        if len(request.output_token_ids):
+            token_ids = np.concatenate((token_ids, request.output_token_ids), dtype=np.int32)
         num_prompt_tokens = len(request.prompt_token_ids)
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
         return cls(
@@ -148,6 +150,10 @@ class Request:
             prompt_logprob_width=params.prompt_logprob_width(vocab_size),
             deadline_ns=None if request.remaining_ms is None else now_ns + request.remaining_ms * 1_000_000,
         )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprob_width or self.prompt_logprob_width)
 
     @property
     def token_ids(self) -> Int32Column:

@@ -27,23 +27,28 @@ class RowResult:
     error: str | None = None
 
 
+def _starts_of(counts: Int32Column) -> Int32Column:
+    """Where each row's part of a column begins, in which the rows' parts follow each other; mostly one token each."""
+    if (counts == 1).all():
+        return np.arange(len(counts), dtype=np.int32)
+    return np.cumsum(counts, dtype=np.int32) - counts
+
+
 class ResultRows:
     """A step's result by row of the plan."""
 
     def __init__(self, plan: StepPlan, result: StepResult, num_slots: int) -> None:
         self._plan, self._result, self._num_slots = plan, result, num_slots
-        is_same = len(result.slots) == len(plan.slots) and bool((result.slots == plan.slots).all())
-        rows = None if is_same else self._rows_of(result.slots)
-        self._starts = self._spread(rows, np.cumsum(result.num_tokens, dtype=np.int32) - result.num_tokens)
+        rows = None if result.slots.tobytes() == plan.slots.tobytes() else self._rows_of(result.slots)
+        self._starts = self._spread(rows, _starts_of(result.num_tokens))
         self.num_tokens = self._spread(rows, result.num_tokens)
         self.is_plain = self.num_tokens == 1
         """By row: one token, and nothing else."""
         self.num_unknown = self._note_extras(set() if rows is None else set(result.slots[rows < 0].tolist()))
         self._num_drafts = None
         if len(result.draft_token_ids):
-            starts = np.cumsum(result.num_draft_tokens, dtype=np.int32) - result.num_draft_tokens
             self._num_drafts = self._spread(rows, result.num_draft_tokens)
-            self._draft_starts = self._spread(rows, starts)
+            self._draft_starts = self._spread(rows, _starts_of(result.num_draft_tokens))
             self.is_plain &= self._num_drafts == 0
 
     def first_tokens(self, rows: npt.NDArray[np.intp]) -> Int32Column:

@@ -32,8 +32,8 @@ from core_svc.plan_builder import PlanBuilder, Rows, ScheduledStep
 from core_svc.recent_ids import RecentIds
 from core_svc.request import Request, RequestKey, RequestStatus
 from core_svc.request_queue import RequestQueue
-from core_svc.slot_table import SlotTable
-from pagewire.columns import Int32Column, int32
+from core_svc.slot_table import Slots, SlotTable
+from pagewire.columns import Int32Column
 from pagewire.engine import AbortReason, CoreStats
 from pagewire.plan import StepResult
 
@@ -148,9 +148,9 @@ class Scheduler:
         self._logprob_room = LogprobRoom(self.config.max_logprob_candidates)
         self.num_steps += 1
         is_throttled = is_prefill_throttled and self._has_decode
-        budget = 0 if self.pause_state is PauseState.FROZEN else self.config.max_num_batched_tokens
+        full_budget = 0 if self.pause_state is PauseState.FROZEN else self.config.max_num_batched_tokens
         num_preemptions = self.stats.num_preemptions
-        budget = self._schedule_running(builder, budget, is_throttled)
+        budget = self._schedule_running(builder, full_budget, is_throttled)
         has_preempted = self.stats.num_preemptions > num_preemptions
         if not has_preempted and not is_throttled:
             budget = self._schedule_waiting(builder, budget)
@@ -160,6 +160,7 @@ class Scheduler:
             return None
         self._plan_step += 1
         released_slots, self._released_slots = self._released_slots, []
+        self.stats.num_scheduled_tokens += full_budget - budget
         return builder.build(self.num_steps, self.epoch, self._plan_step, released_slots, self.table.requests)
 
     @property
@@ -181,21 +182,23 @@ class Scheduler:
             slots, num_new, num_blocks = slots[due], num_new[due], num_blocks[due]
             num_known, num_computed = num_known[due], num_computed[due]
         crossing = num_blocks.nonzero()[0]
-        gets_blocks = slots[crossing]
-        block_ids = self.kv.allocate(table.requests[gets_blocks].tolist(), num_blocks[crossing].tolist())
-        table.num_kv_tokens[gets_blocks] += num_blocks[crossing] * self.config.block_size
+        block_ids: list[int] = []
+        if len(crossing):
+            gets_blocks, counts = slots[crossing], num_blocks[crossing]
+            block_ids = self.kv.allocate(table.requests[gets_blocks].tolist(), counts.tolist())
+            table.num_kv_tokens[gets_blocks] += counts * self.config.block_size
         rows = Rows.of(slots, num_new, num_computed, num_known, num_blocks)
         drafts: list[int] = []
-        if table.num_drafts.any():
+        if table.num_drafting:
             for request, num_drafts in zip(table.requests[slots], rows.num_draft_tokens.tolist(), strict=True):
                 drafts += request.spec_token_ids[:num_drafts]
                 request.spec_token_ids = []
             table.num_drafts[slots] = 0
         builder.add(rows, block_ids, drafts)
-        return budget - self._advance(rows)
+        return budget - rows.advance(table, num_known)
 
     def _affordable(
-        self, slots: Int32Column, num_known: Int32Column, num_computed: Int32Column, budget: int, is_throttled: bool
+        self, slots: Slots, num_known: Int32Column, num_computed: Int32Column, budget: int, is_throttled: bool
     ) -> Int32Column:
         """Tokens that each slot's request gets in this step, in order, if there are blocks for them.
 
@@ -204,7 +207,7 @@ class Scheduler:
         """
         table = self.table
         num_new = (num_known - num_computed) * (num_known < table.max_num_tokens[slots])
-        if table.is_drafting.any():
+        if table.num_drafting:
             is_waiting = table.is_drafting[slots] & (num_known > table.num_tokens[slots])
             num_new = np.where(is_waiting, 0, num_new + table.num_drafts[slots])
         if is_throttled:
@@ -215,7 +218,7 @@ class Scheduler:
             before = np.cumsum(num_new) - num_new
             num_new = np.clip(budget - before, 0, num_new)
         num_new = num_new.astype(np.int32, copy=False)
-        if table.wants_logprobs.any():
+        if table.num_wanting_logprobs:
             for row in (table.wants_logprobs[slots] & (num_new > 0)).nonzero()[0].tolist():
                 request: Request = table.requests[slots[row]]
                 numbers = (int(column[row]) for column in (num_known, num_computed, num_new))
@@ -231,9 +234,12 @@ class Scheduler:
         return len(num_blocks)
 
     def _blocks_beyond(self, num_tokens: Int32Column, num_kv_tokens: Int32Column) -> Int32Column:
-        """Blocks that so many tokens take beyond those that hold num_kv_tokens."""
-        missing: Int32Column = np.maximum(num_tokens - num_kv_tokens + (self.config.block_size - 1), 0)
-        return missing // self.config.block_size
+        """Blocks that so many tokens take beyond those that hold num_kv_tokens, which end with a block."""
+        missing: Int32Column = num_tokens - num_kv_tokens
+        short = (missing > 0).nonzero()[0]
+        num_blocks = np.zeros(len(missing), np.int32)
+        num_blocks[short] = (missing[short] + (self.config.block_size - 1)) // self.config.block_size
+        return num_blocks
 
     def _schedule_waiting(self, builder: PlanBuilder, budget: int) -> int:
         """Admits waiting requests in order while the next one's whole sequence fits; returns the rest of the budget.
@@ -241,20 +247,20 @@ class Scheduler:
         Blocks that running prefills still need are counted as taken: a long prompt admitted by its first chunk alone
         would be preempted again and again. A request whose prefix another computes steps aside until it can be shared.
         """
-        table, num_promised_blocks = self.table, -1
+        kv, num_promised_blocks = self.kv, -1
+        num_free_slots = self.config.max_num_seqs - self.num_running
         admitted: list[Request] = []
         aside: list[Request] = []
         numbers: list[tuple[int, int, int]] = []
         block_ids: list[int] = []
-        while budget > 0 and self.num_running < self.config.max_num_seqs:
+        while budget > 0 and len(admitted) < num_free_slots:
             request = self._next_waiting()
             if request is None:
                 break
             if num_promised_blocks < 0:
-                needed = self._blocks_beyond(table.num_tokens[table.running], table.num_kv_tokens[table.running])
-                num_promised_blocks = int(needed.sum())
-            computed_blocks = self.kv.get_computed_blocks(request)
-            if len(aside) < MAX_ASIDE and self.kv.is_prefix_coming(request, computed_blocks):
+                num_promised_blocks = self._num_promised_blocks()
+            computed_blocks = kv.get_computed_blocks(request)
+            if len(aside) < MAX_ASIDE and kv.is_prefix_coming(request, computed_blocks):
                 self.waiting.remove(request)
                 aside.append(request)
                 continue
@@ -263,12 +269,11 @@ class Scheduler:
             num_new = self._logprob_room.take(request, request.num_tokens, num_computed, num_new)
             if num_new == 0:
                 break
-            request_blocks = self.kv.admit(request, computed_blocks, num_computed + num_new, num_promised_blocks)
+            request_blocks = kv.admit(request, computed_blocks, num_computed + num_new, num_promised_blocks)
             if request_blocks is None:
                 break
-            num_promised_blocks += self.kv.num_missing_blocks(request)
+            num_promised_blocks += kv.num_missing_blocks(request)
             self.waiting.remove(request)
-            self._admit(request, num_computed)
             admitted.append(request)
             numbers.append((num_new, num_computed, len(request_blocks)))
             block_ids += request_blocks
@@ -276,13 +281,13 @@ class Scheduler:
         for request in aside:
             self.waiting.push(request)
         if admitted:
-            slots = int32(request.slot for request in admitted)
-            num_new_tokens, computed, num_blocks = (int32(column) for column in zip(*numbers, strict=True))
-            rows = Rows.of(slots, num_new_tokens, computed, table.num_tokens[slots], num_blocks)
-            table.num_kv_tokens[slots] = num_blocks * self.config.block_size
-            builder.add_new(rows, block_ids, admitted)
-            self._advance(rows)
+            self._admit(builder, admitted, np.array(numbers, np.int32), block_ids)
         return budget
+
+    def _num_promised_blocks(self) -> int:
+        """Blocks that running requests still need for the tokens that they have."""
+        table, slots = self.table, self.table.running
+        return int(self._blocks_beyond(table.num_tokens[slots], table.num_kv_tokens[slots]).sum())
 
     def _next_waiting(self) -> Request | None:
         """Who is admitted next; in a pause that lets what runs finish, only those that ran before."""
@@ -295,29 +300,30 @@ class Scheduler:
         """Whether any request runs, or ran and waits to run again."""
         return bool(self.num_running) or self.waiting.peek_preempted() is not None
 
-    def _advance(self, rows: Rows) -> int:
-        """Moves rows on as if their step had run; returns how many tokens they compute."""
-        table, slots = self.table, rows.slots
-        num_scheduled = int(rows.num_scheduled_tokens.sum())
-        table.num_computed_tokens[slots] = rows.num_computed_tokens + rows.num_scheduled_tokens
-        table.num_known_tokens[slots] += rows.num_sampled_tokens
-        self.stats.num_scheduled_tokens += num_scheduled
-        return num_scheduled
-
-    def _admit(self, request: Request, num_computed_tokens: int) -> None:
-        """Gives a waiting request its slot and its place in running."""
-        request.status = RequestStatus.RUNNING
-        self.table.take(
-            request,
-            num_computed_tokens=num_computed_tokens,
-            next_full_tokens=next_full_tokens(self.kv, request),
-            step=self.num_steps,
-        )
-        if not request.scheduled_ns:
-            request.scheduled_ns = time.monotonic_ns()
-            request.num_hit_tokens = min(num_computed_tokens, request.num_prompt_tokens)
-            self.stats.prefix_cache_queries += request.num_prompt_tokens
-            self.stats.prefix_cache_hits += request.num_hit_tokens
+    def _admit(self, builder: PlanBuilder, requests: list[Request], numbers: Int32Column, block_ids: list[int]) -> None:
+        """Gives requests that got blocks slots and rows. `numbers`: new and computed tokens and blocks, by request."""
+        table, now_ns = self.table, time.monotonic_ns()
+        num_new, num_computed, num_blocks = numbers.T
+        for request, num_computed_tokens in zip(requests, num_computed.tolist(), strict=True):
+            request.status = RequestStatus.RUNNING
+            table.take(
+                request,
+                num_computed_tokens=num_computed_tokens,
+                next_full_tokens=next_full_tokens(self.kv, request),
+                step=self.num_steps,
+            )
+            if not request.scheduled_ns:
+                request.scheduled_ns = now_ns
+                request.num_hit_tokens = min(num_computed_tokens, request.num_prompt_tokens)
+                self.stats.prefix_cache_queries += request.num_prompt_tokens
+                self.stats.prefix_cache_hits += request.num_hit_tokens
+        table.line_up(requests)
+        slots = np.array([request.slot for request in requests], np.intp)
+        num_known = table.num_tokens[slots]
+        rows = Rows.of(slots, num_new, num_computed, num_known, num_blocks)
+        table.num_kv_tokens[slots] = num_blocks * self.config.block_size
+        builder.add_new(rows, block_ids, requests)
+        rows.advance(table, num_known)
 
     # --- preemption ---
 

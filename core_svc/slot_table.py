@@ -7,14 +7,17 @@ reads and writes whole columns, so that a step costs a handful of vector operati
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from core_svc.request import NO_SLOT, Request
-from pagewire.columns import EMPTY_INT32, Int32Column
+from pagewire.columns import Int32Column
 
+Slots = npt.NDArray[np.intp]
+"""Slots as the table is asked with them: numpy indexes with its own integers in a fifth of the time of int32."""
 FREE = np.iinfo(np.int64).max
 """admitted_step of a slot that nobody holds: later than every step."""
 NEVER = np.iinfo(np.int32).max
@@ -31,7 +34,7 @@ class SlotTable:
             return np.zeros(max_num_seqs, dtype)
 
         self.max_num_seqs = max_num_seqs
-        self.running: Int32Column = EMPTY_INT32
+        self.running: Slots = np.empty(0, np.intp)
         """Slots, first served first."""
         self.requests: npt.NDArray[np.object_] = np.full(max_num_seqs, None, np.object_)
         self.admitted_step = np.full(max_num_seqs, FREE, np.int64)
@@ -55,7 +58,10 @@ class SlotTable:
         self.awaits_first_token: npt.NDArray[np.bool_] = column(np.bool_)
         self.is_drafting: npt.NDArray[np.bool_] = column(np.bool_)
         """The worker proposes drafts: a step is planned only when the one before is known."""
+        self.num_drafting = 0
+        """Requests with is_drafting; no other has num_drafts."""
         self.wants_logprobs: npt.NDArray[np.bool_] = column(np.bool_)
+        self.num_wanting_logprobs = 0
         self.stop_ids: Int32Column = np.full((MAX_STOP_IDS, max_num_seqs), _NO_TOKEN, np.int32)
         """End-of-sequence and stop token ids: [MAX_STOP_IDS, slots], of which the first num_stop_ids lines are used."""
         self.num_stop_ids = 0
@@ -70,45 +76,47 @@ class SlotTable:
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def take(self, request: Request, *, num_computed_tokens: int, next_full_tokens: int, step: int) -> None:
-        """Gives a request a slot and its place in running."""
-        slot, params, num_tokens = self._free_slots.pop(), request.sampling_params, request.num_tokens
+        """Gives a request a slot; line_up gives it its place in running."""
+        slot, token_ids = self._free_slots.pop(), request.held_token_ids
+        num_tokens, num_prompt_tokens = len(token_ids), request.num_prompt_tokens
         self._make_room(request.max_num_tokens)
-        self.token_ids[slot, :num_tokens] = request.token_ids
+        self.token_ids[slot, :num_tokens] = token_ids
         self.requests[slot] = request
         self.frontends[slot], self.request_ids[slot] = self._number_of(request.key[0]), request.key[1]
         self.admitted_step[slot] = step
         self.num_tokens[slot] = self.num_known_tokens[slot] = num_tokens
         self.num_computed_tokens[slot] = num_computed_tokens
-        self.num_prompt_tokens[slot] = request.num_prompt_tokens
+        self.num_prompt_tokens[slot] = num_prompt_tokens
         self.max_num_tokens[slot] = request.max_num_tokens
-        self.min_stop_tokens[slot] = min(request.num_prompt_tokens + params.min_tokens, NEVER)
+        self.min_stop_tokens[slot] = min(num_prompt_tokens + request.sampling_params.min_tokens, NEVER)
         self.next_full_tokens[slot] = next_full_tokens
         self.last_token_ns[slot] = request.last_token_ns
-        self.wants_logprobs[slot] = request.logprob_width > 0 or request.prompt_logprob_width > 0
+        if request.wants_logprobs:
+            self.wants_logprobs[slot] = True
+            self.num_wanting_logprobs += 1
         num_stop_ids = self._set_stop_ids(slot, [*request.eos_token_ids, *request.stop_token_ids])
         self.is_plain[slot] = not request.logprob_width and num_stop_ids <= MAX_STOP_IDS
         self.awaits_first_token[slot] = not request.first_token_ns
         request.slot, request.table = slot, self
-        self._insert(slot, self._place_of(request))
 
     def _set_stop_ids(self, slot: int, stop_ids: list[int]) -> int:
         """Keeps as many of a slot's ids as there are lines; returns how many ids it has."""
-        self.stop_ids[: self.num_stop_ids, slot] = _NO_TOKEN
-        for line, stop_id in enumerate(stop_ids[:MAX_STOP_IDS]):
-            self.stop_ids[line, slot] = stop_id
-        self.num_stop_ids = max(self.num_stop_ids, min(len(stop_ids), MAX_STOP_IDS))
-        return len(stop_ids)
+        num_stop_ids = len(stop_ids)
+        if num_stop_ids > self.num_stop_ids:
+            self.num_stop_ids = min(num_stop_ids, MAX_STOP_IDS)
+        for line in range(self.num_stop_ids):
+            self.stop_ids[line, slot] = stop_ids[line] if line < num_stop_ids else _NO_TOKEN
+        return num_stop_ids
 
-    def _place_of(self, request: Request) -> int:
-        """Where the request belongs in running: mostly at the end."""
-        if not len(self.running) or self._order_of(self.running[-1]) <= request.order:
-            return len(self.running)
-        return bisect_right(self.running, request.order, key=self._order_of)
-
-    def _insert(self, slot: int, place: int) -> None:
-        """Puts a slot into running; a fifth of the time of np.insert."""
-        before, self.running = self.running, np.empty(len(self.running) + 1, np.int32)
-        self.running[:place], self.running[place], self.running[place + 1 :] = before[:place], slot, before[place:]
+    def line_up(self, requests: Sequence[Request]) -> None:
+        """Puts requests that took slots, first served first, into running: mostly at the end."""
+        if not len(self.running) or self._order_of(self.running[-1]) <= requests[0].order:
+            self.running = np.concatenate((self.running, [request.slot for request in requests]))
+            return
+        for request in requests:
+            place = bisect_right(self.running, request.order, key=self._order_of)
+            before, after = self.running[:place], self.running[place:]
+            self.running = np.concatenate((before, [request.slot], after))
 
     def release(self, request: Request) -> int:
         """Takes the slot back; the request keeps its own numbers. drop_released takes it out of running."""
@@ -119,8 +127,13 @@ class SlotTable:
         request.slot, request.table = NO_SLOT, None
         self.requests[slot] = None
         self.admitted_step[slot] = FREE
-        self.num_drafts[slot] = 0
-        self.is_drafting[slot] = self.wants_logprobs[slot] = False
+        if self.is_drafting[slot]:
+            self.num_drafts[slot] = 0
+            self.is_drafting[slot] = False
+            self.num_drafting -= 1
+        if request.wants_logprobs:
+            self.wants_logprobs[slot] = False
+            self.num_wanting_logprobs -= 1
         self._has_released = True
         self._free_slots.append(slot)
         return slot
@@ -140,7 +153,14 @@ class SlotTable:
         self.token_ids[slot, self.num_tokens[slot]] = token_id
         self.num_tokens[slot] += 1
 
-    def by_frontend(self, slots: Int32Column) -> list[tuple[str, slice | npt.NDArray[np.bool_]]]:
+    def set_drafts(self, slot: int, num_drafts: int) -> None:
+        """The worker proposed drafts, of which so many are to be verified in the next step."""
+        if not self.is_drafting[slot]:
+            self.is_drafting[slot] = True
+            self.num_drafting += 1
+        self.num_drafts[slot] = num_drafts
+
+    def by_frontend(self, slots: Slots) -> list[tuple[str, slice | npt.NDArray[np.bool_]]]:
         """The frontends of some slots, each with where in `slots` its own are."""
         if len(self._numbers) == 1:
             return [(name, slice(None)) for name in self._numbers]

@@ -52,11 +52,12 @@ def request_violations(request: EngineRequest, limits: Limits, path: str) -> lis
 
 
 def _token_violations(path: str, token_ids: Int32Column | Sequence[int], vocab_size: int) -> list[FieldViolation]:
-    column = np.asarray(token_ids, np.int64)
-    bad = np.flatnonzero((column < 0) | (column >= vocab_size))
-    if not bad.size:
+    if not len(token_ids):
         return []
-    first = int(bad[0])
+    column = np.asarray(token_ids)
+    if column.min() >= 0 and column.max() < vocab_size:
+        return []
+    first = int(((column < 0) | (column >= vocab_size)).argmax())
     return [violation(f"{path}[{first}]", int(column[first]), f"token ids must be in [0, {vocab_size})")]
 
 

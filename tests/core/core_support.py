@@ -221,7 +221,9 @@ def check_pool(scheduler: Scheduler) -> None:
     assert len(free) == len(set(free)) == pool.num_free_blocks
     assert set(free) == {block.block_id for block in pool.blocks[1:] if block.ref_cnt == 0}
     assert pool.null_block.ref_cnt == 0 and pool.null_block.block_hash is None
-    cached = {b.block_id: h for h, blocks in pool.cached_blocks.items() for b in blocks.values()}
+    cached = {b.block_id: h for h, b in pool.cached_blocks.items()}
+    cached |= {b.block_id: h for h, blocks in pool.twin_blocks.items() for b in blocks.values()}
+    assert all(blocks for blocks in pool.twin_blocks.values()) and pool.twin_blocks.keys() <= pool.cached_blocks.keys()
     assert cached == {b.block_id: b.block_hash for b in pool.blocks if b.block_hash is not None}
 
 

@@ -13,6 +13,7 @@ from core_svc.block_hash import (
     cache_salt_key,
     extra_key,
     hash_block,
+    hash_chain,
     media_key,
     request_extra_keys,
     token_bytes,
@@ -29,6 +30,10 @@ def test_the_hash_is_sha256_over_parent_count_and_little_endian_tokens() -> None
 
 def test_parent_tokens_and_order_count() -> None:
     first = hash_block(ROOT_HASH, token_bytes(TOKENS))
+    both = token_bytes(np.concatenate((TOKENS, TOKENS)))
+    assert hash_chain(ROOT_HASH, both, len(both) // 2) == [first, hash_block(first, token_bytes(TOKENS))]
+    salted = hash_block(ROOT_HASH, token_bytes(TOKENS), b"x")
+    assert hash_chain(ROOT_HASH, both, len(both) // 2, b"x") == [salted, hash_block(salted, token_bytes(TOKENS))]
     others = [
         hash_block(first, token_bytes(TOKENS)),
         hash_block(ROOT_HASH, token_bytes(TOKENS[::-1])),

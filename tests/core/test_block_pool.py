@@ -109,6 +109,19 @@ def test_one_of_two_blocks_with_a_hash_may_go() -> None:
     assert pool.get_cached_block(b"same") is None and removed == [b"same"]
 
 
+def test_of_equal_blocks_a_lookup_finds_the_oldest_whichever_goes() -> None:
+    removed: list[bytes] = []
+    pool = BlockPool(5, removed.extend)
+    first, second, third, _ = pool.get_new_blocks(4)
+    assert [pool.cache_block(block, b"same") for block in (first, second, third)] == [True, False, False]
+    pool.free_blocks([second])
+    pool.get_new_blocks(1)
+    assert pool.get_cached_block(b"same") is first and second.block_hash is None
+    pool.free_blocks([first])
+    pool.get_new_blocks(1)
+    assert pool.get_cached_block(b"same") is third and not pool.twin_blocks and removed == []
+
+
 def test_reset_only_while_nothing_is_in_use() -> None:
     pool = BlockPool(4)
     table = hashed(pool, 2)

@@ -62,7 +62,8 @@ def test_a_request_that_reads_nothing_still_writes() -> None:
         admitted(kv, asked)
         kv.cache_blocks(asked, 12)
         assert [b.block_hash for b in asked.blocks] == [b.block_hash for b in first.blocks]
-    assert all(len(blocks) == 3 for blocks in kv.pool.cached_blocks.values())
+    assert list(kv.pool.cached_blocks.values()) == first.blocks
+    assert [len(kv.pool.twin_blocks[block_hash]) for block_hash in kv.pool.cached_blocks] == [2, 2, 2]
 
 
 def test_prompt_logprobs_that_were_delivered_need_not_be_computed_again() -> None:

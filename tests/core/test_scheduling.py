@@ -259,7 +259,8 @@ def test_priority_victims_are_those_of_least_priority() -> None:
     assert_engine_empty(harness)
 
 
-def test_stop_by_end_of_sequence_stop_token_and_min_tokens() -> None:
+@pytest.mark.parametrize("logprobs", [None, 0], ids=["by column", "row by row"])
+def test_stop_by_end_of_sequence_stop_token_and_min_tokens(logprobs: int | None) -> None:
     """Before min_tokens neither kind of stop ends a request; the limits always do.
 
     Case: vllm#21987
@@ -270,7 +271,7 @@ def test_stop_by_end_of_sequence_stop_token_and_min_tokens() -> None:
 
     def run(eos: int | None = None, **changes: object) -> tuple[int, FinishReason | None, int | None]:
         harness = Harness()
-        asked = make_request(1, 30, params(12, **changes))
+        asked = make_request(1, 30, params(12, logprobs=logprobs, **changes))
         if eos is not None:
             asked.eos_token_ids = (eos,)
         got = run_one(harness, asked)
