@@ -199,8 +199,8 @@ FAULTS = [
     Fault(
         "a late result goes to the request that came back",
         "core_svc/plan_builder.py",
-        "return table.admitted_step[self.plan.slots] <= self.number",
-        "return table.admitted_step[self.plan.slots] < np.iinfo(np.int64).max",
+        "return table.admitted_step[self.slots] <= self.number",
+        "return table.admitted_step[self.slots] < np.iinfo(np.int64).max",
         (INTAKE,),
     ),
     Fault(
@@ -269,7 +269,7 @@ FAULTS = [
     Fault(
         "results are taken in the worker's order",
         "core_svc/result_rows.py",
-        "bool((result.slots == plan.slots).all())",
+        "result.slots.tobytes() == plan.slots.tobytes()",
         "len(plan.slots) > 0",
         (PROPERTIES,),
     ),
@@ -360,15 +360,15 @@ FAULTS = [
     Fault(
         "what an ended request was to compute is waited for",
         "core_svc/kv_cache_manager.py",
-        "        self._withdraw(request, request.num_announced_blocks)\n",
-        "",
+        "request.block_hashes[request.num_cached_blocks : request.num_announced_blocks]:\n",
+        "request.block_hashes[:0]:\n",
         (ADMISSION,),
     ),
     Fault(
         "what a request has computed is waited for",
         "core_svc/kv_cache_manager.py",
-        "        self._withdraw(request, num_full_blocks)\n",
-        "",
+        "            if idx < request.num_announced_blocks:\n",
+        "            if idx < 0:\n",
         (ADMISSION,),
     ),
     Fault(
@@ -381,22 +381,22 @@ FAULTS = [
     Fault(
         "a token that ends a request is not looked at",
         "core_svc/commit.py",
-        "is_turn = table.awaits_first_token[slots] | may_end(table, slots, token_ids)",
+        "is_turn = table.awaits_first_token[slots] | ends",
         "is_turn = table.awaits_first_token[slots]",
         (SCHEDULING,),
     ),
     Fault(
         "a first token is not noted",
         "core_svc/commit.py",
-        "is_turn = table.awaits_first_token[slots] | may_end(table, slots, token_ids)",
-        "is_turn = may_end(table, slots, token_ids)",
+        "is_turn = table.awaits_first_token[slots] | ends",
+        "is_turn = ends",
         (SCHEDULING, INTAKE),
     ),
     Fault(
         "an end goes to the row of another request",
         "core_svc/commit.py",
-        "token_id, row + place, now_ns)",
-        "token_id, row, now_ns)",
+        "_end(scheduler, request, token_id, row + place, now_ns)",
+        "_end(scheduler, request, token_id, row, now_ns)",
         (SCHEDULING,),
     ),
 ]
