@@ -140,8 +140,8 @@ add_passing_half = _first_half("tdpbf16ps", 128, "tileloaddt164")
 """As add_first_half, of rows that need not stay in the first-level cache, so that the weights do."""
 add_first_panel, add_second_panel = _first_half("tdpbf16ps", 64), _second_half("tdpbf16ps", 64)
 """The same where each 16 columns lie by themselves."""
-add_first_bytes, add_second_bytes = _first_half("tdpbsud", 64), _second_half("tdpbsud", 64)
-"""The same for signed bytes of x and unsigned weights; the sums are int32."""
+add_first_bytes, add_second_bytes = _first_half("tdpbsud", 64, "tileloaddt164"), _second_half("tdpbsud", 64)
+"""The same for signed bytes of x, in passing, and unsigned weights; the sums are int32."""
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
