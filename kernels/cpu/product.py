@@ -10,6 +10,7 @@ from kernels.cpu.dots import MAX_ROWS, multiply_rows
 from kernels.cpu.product_sums import finish
 from kernels.cpu.product_work import (
     BIAS,
+    CHUNK_ROWS,
     COLUMNS,
     ELEMENT,
     FUNCTION,
@@ -23,7 +24,6 @@ from kernels.cpu.product_work import (
     PANEL_CHUNKS,
     PANELS,
     ROWS,
-    ROWS_PER_CHUNK,
     STEPS,
     TEAM,
     THREADS,
@@ -31,6 +31,7 @@ from kernels.cpu.product_work import (
     X_STRIDE,
     X,
     argument,
+    rows_per_chunk,
     span,
 )
 from kernels.cpu.team import share
@@ -83,5 +84,7 @@ def multiply(call, unused):  # type: ignore[no-untyped-def]
     put_int64(args + 8 * PANELS, per_chunk)
     put_int64(args + 8 * PANEL_CHUNKS, panel_chunks)
     put_int64(args + 8 * NUM_THREADS, argument(weight, THREADS))
-    num_chunks = panel_chunks * -(-num_rows // ROWS_PER_CHUNK)
+    chunk_rows = rows_per_chunk(num_rows, argument(args, X_STRIDE))
+    put_int64(args + 8 * CHUNK_ROWS, chunk_rows)
+    num_chunks = panel_chunks * -(-num_rows // chunk_rows)
     share(argument(weight, TEAM), argument(weight, FUNCTION), args, num_chunks)

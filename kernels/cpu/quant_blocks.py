@@ -10,6 +10,9 @@ them), one thread, old and new in turns on a shared machine, the least of 24. Be
     int8, now     11.5  12.7  13.1  16.5  14.4  32.4  39.1
     4-bit, before              8.0        12.1        27.5
     4-bit, now                 7.5        11.0        22.5
+
+Bytes of activations are loaded in passing (see product_tiles): with that, in turns with what was before, products of 64
+to 512 rows took 0 to 8 % less time (median of each shape), of one row as long.
 """
 
 from __future__ import annotations

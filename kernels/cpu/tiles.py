@@ -93,7 +93,7 @@ def clear_sums(typing_context: Any, num_row_tiles: Any) -> Any:
     return types.void(num_row_tiles), codegen
 
 
-def _first_half(instruction: str, line: int) -> Any:
+def _first_half(instruction: str, line: int, load: str = "tileloadd64") -> Any:
     @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
     def add(typing_context: Any, num_row_tiles: Any, x: Any, x_stride: Any, weights: Any) -> Any:
         count = num_row_tiles.literal_value
@@ -102,7 +102,7 @@ def _first_half(instruction: str, line: int) -> Any:
             _, x, x_stride, weights = args
             for i in range(count):
                 row = builder.add(x, builder.mul(x_stride, ir.Constant(I64, 16 * i)))
-                call_tile(builder, "tileloadd64", byte(_A[i]), _address(builder, row), x_stride)
+                call_tile(builder, load, byte(_A[i]), _address(builder, row), x_stride)
             _add_columns(builder, count, instruction, weights, line, 0)
             return context.get_dummy_value()
 
@@ -136,10 +136,12 @@ add_first_half, add_second_half = _first_half("tdpbf16ps", 128), _second_half("t
 
 (num_row_tiles, x, its stride, the first columns' weights), (num_row_tiles, the other columns' weights); strides in
 bytes. Here a row of B, the pair of k of 16 columns, is followed by that of the other columns."""
+add_passing_half = _first_half("tdpbf16ps", 128, "tileloaddt164")
+"""As add_first_half, of rows that need not stay in the first-level cache, so that the weights do."""
 add_first_panel, add_second_panel = _first_half("tdpbf16ps", 64), _second_half("tdpbf16ps", 64)
 """The same where each 16 columns lie by themselves."""
-add_first_bytes, add_second_bytes = _first_half("tdpbsud", 64), _second_half("tdpbsud", 64)
-"""The same for signed bytes of x and unsigned weights; the sums are int32."""
+add_first_bytes, add_second_bytes = _first_half("tdpbsud", 64, "tileloaddt164"), _second_half("tdpbsud", 64)
+"""The same for signed bytes of x, in passing, and unsigned weights; the sums are int32."""
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]

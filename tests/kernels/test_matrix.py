@@ -97,6 +97,24 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, is_gated: bo
             assert torch.equal(got, together[start : start + count]), f"{count} rows from {start}"
 
 
+@pytest.mark.parametrize("in_features", [576, 640, 1536, 4096])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_long_rows_have_the_same_bits_in_every_batch(dtype: torch.dtype, in_features: int, has_bias: bool) -> None:
+    """Panels that stay in a cache between blocks of rows and panels that do not; chunks of fewer rows.
+
+    Case: vllm#5898
+    """
+    generator = torch.Generator().manual_seed(in_features)
+    weight = packed(generator, [70, 30], in_features, dtype)
+    bias = randn(generator, 100, dtype=dtype) if has_bias else None
+    x = randn(generator, 600, in_features, dtype=dtype)
+    together = kernels.linear(x, weight, bias)
+    for count in (1, 16, 31, 32, 33, 64, 100, 129, 257, 385, 513):
+        for start in (0, 600 - count):
+            got = kernels.linear(x[start : start + count], weight, bias)
+            assert torch.equal(got, together[start : start + count]), f"{count} rows from {start}"
+
+
 def test_what_is_not_finite_stays_where_it_is(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(7)
     weight = packed(generator, [50], 70, dtype)
