@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kernels.compiled import compiled_for_cuda
+
 
 def reference(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, token by token.
@@ -25,3 +27,9 @@ def torch_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """See `reference`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def cuda_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `reference`."""
+    module = compiled_for_cuda("activation")
+    return torch_silu_and_mul(gate_up) if module is None else module.silu_and_mul(gate_up)
