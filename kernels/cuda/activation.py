@@ -23,8 +23,8 @@ def _gelu(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gelu_tanh(x):  # type: ignore[no-untyped-def]
-    # (1 + tanh(y)) / 2 is 1 / (1 + exp(-2 y)); 1.5957... is 2 sqrt(2 / pi).
-    return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    # (1 + tanh(y)) / 2 is 1 / (1 + exp(-2 y)); 1.5957... is 2 sqrt(2 / pi). From 80 on the result is nothing.
+    return x / (1.0 + tl.exp(tl.minimum(-1.5957691216057308 * (x + 0.044715 * x * x * x), 80.0)))
 
 
 @triton.jit
