@@ -120,19 +120,19 @@ def _rotate_and_write_kv(  # type: ignore[no-untyped-def]
             first, second, rest = _turn_heads(
                 keys, heads, num_kv_heads, key_norm, eps, cos, sin, HEAD_SIZE, HALF, HALF_BLOCK, REST_BLOCK
             )
-            cache = key_cache + slot_place(slot, block_size, key_block_stride, key_slot_stride)
-            stride, scale, scale_stride = key_cache_head_stride, key_scale, key_scale_stride
-            put_heads(first, heads, num_stored, HALF, cache, stride, scale, scale_stride, HALF_BLOCK)
-            put_heads(second, heads, num_stored, HALF, cache + HALF, stride, scale, scale_stride, HALF_BLOCK)
-            put_heads(rest, heads, num_stored, rest_size, cache + 2 * HALF, stride, scale, scale_stride, REST_BLOCK)
+            keys_at = key_cache + slot_place(slot, block_size, key_block_stride, key_slot_stride)
+            for_keys = (key_cache_head_stride, key_scale, key_scale_stride)
+            put_heads(first, heads, num_stored, HALF, keys_at, *for_keys, HALF_BLOCK)
+            put_heads(second, heads, num_stored, HALF, keys_at + HALF, *for_keys, HALF_BLOCK)
+            put_heads(rest, heads, num_stored, rest_size, keys_at + 2 * HALF, *for_keys, REST_BLOCK)
         else:
             columns = tl.arange(0, VALUE_BLOCK)[None, :]
             is_value = (heads < num_stored)[:, None] & (columns < VALUE_SIZE)
-            values_at = x + (num_heads + num_kv_heads) * HEAD_SIZE + heads[:, None] * VALUE_SIZE + columns
-            values = tl.load(values_at, is_value, 0.0).to(tl.float32)
-            cache = value_cache + slot_place(slot, block_size, value_block_stride, value_slot_stride)
-            stride, scale, scale_stride = value_cache_head_stride, value_scale, value_scale_stride
-            put_heads(values, heads, num_stored, VALUE_SIZE, cache, stride, scale, scale_stride, VALUE_BLOCK)
+            values = x + (num_heads + num_kv_heads) * HEAD_SIZE + heads[:, None] * VALUE_SIZE + columns
+            numbers = tl.load(values, is_value, 0.0).to(tl.float32)
+            values_at = value_cache + slot_place(slot, block_size, value_block_stride, value_slot_stride)
+            for_values = (value_cache_head_stride, value_scale, value_scale_stride)
+            put_heads(numbers, heads, num_stored, VALUE_SIZE, values_at, *for_values, VALUE_BLOCK)
 
 
 def _blocks(head_size: int, value_size: int, half: int) -> dict[str, int]:
