@@ -21,18 +21,24 @@ from kernels.dispatch import Operation
 paged_attention = Operation(
     attention.reference, cpu=attention.cpu_paged_attention, cuda=attention.torch_paged_attention
 )
-write_kv = Operation(kv_write.reference, cpu=kv_write.cpu_write_kv, cuda=kv_write.torch_write_kv)
-rms_norm = Operation(norm.reference, cpu=norm.cpu_rms_norm, cuda=norm.torch_rms_norm)
+write_kv = Operation(kv_write.reference, cpu=kv_write.cpu_write_kv, cuda=kv_write.cuda_write_kv)
+rms_norm = Operation(norm.reference, cpu=norm.cpu_rms_norm, cuda=norm.cuda_rms_norm)
 rotate_and_write_kv = Operation(
-    rotary_write.reference, cpu=rotary_write.cpu_rotate_and_write_kv, cuda=rotary_write.torch_rotate_and_write_kv
+    rotary_write.reference, cpu=rotary_write.cpu_rotate_and_write_kv, cuda=rotary_write.cuda_rotate_and_write_kv
 )
 linear = Operation(matrix.reference, cpu=matrix.cpu_linear)
 gated_linear = Operation(matrix.reference_gated, cpu=matrix.cpu_gated_linear)
 logits = Operation(matrix.reference_logits, cpu=matrix.cpu_logits)
 embedding = Operation(matrix.reference_embedding, cpu=matrix.cpu_embedding)
 silu_and_mul = Operation(activation.reference, cpu=activation.torch_silu_and_mul, cuda=activation.cuda_silu_and_mul)
-copy_blocks = Operation(block_copy.reference, cpu=block_copy.torch_copy_blocks)
-zero_blocks = Operation(block_zero.reference, cpu=block_zero.torch_zero_blocks)
+gelu_and_mul = Operation(
+    activation.reference_gelu, cpu=activation.torch_gelu_and_mul, cuda=activation.cuda_gelu_and_mul
+)
+gelu_tanh_and_mul = Operation(
+    activation.reference_gelu_tanh, cpu=activation.torch_gelu_tanh_and_mul, cuda=activation.cuda_gelu_tanh_and_mul
+)
+copy_blocks = Operation(block_copy.reference, cpu=block_copy.torch_copy_blocks, cuda=block_copy.cuda_copy_blocks)
+zero_blocks = Operation(block_zero.reference, cpu=block_zero.torch_zero_blocks, cuda=block_zero.cuda_zero_blocks)
 argmax = Operation(sampling.reference_argmax, cpu=sampling.cpu_argmax, cuda=sampling.torch_argmax)
 sample = Operation(sampling.reference, cpu=sampling.cpu_sample, cuda=sampling.torch_sample)
 gather_logprobs = Operation(logprobs.reference, cpu=logprobs.cpu_gather_logprobs, cuda=logprobs.torch_gather_logprobs)

@@ -133,34 +133,45 @@ def write_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call
         slots[num_tokens // 2 : num_tokens // 2 + (num_tokens > 2)] = -1
         new = [randn(generator, num_tokens, 3, 7, dtype=dtype) for _ in range(2)]
         yield Call([*new, *caches, slots], changed=(2, 3))
+        # Heads before tokens in memory, as transformers has them.
+        yield Call([*(x.transpose(0, 1).contiguous().transpose(0, 1) for x in new), *caches, slots], changed=(2, 3))
 
 
 def norm_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
-    for shape in ((1, 64), (5, 63), (4, 3, 20)):
+    for shape in ((1, 64), (5, 63), (4, 3, 20), (0, 16), (2, 8192), (2, 9001)):
         x, weight = randn(generator, *shape, dtype=dtype), randn(generator, shape[-1], dtype=dtype)
         yield Call([x, weight, 1e-5])
         yield Call([x, weight, 1e-5, randn(generator, *shape, dtype=dtype)], changed=(0, 3))
 
 
 def rotary_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
-    shapes = [(16, 8, 16, dtype), (20, 6, 4, dtype), (64, 32, 16, dtype), (7, 3, 5, torch.float16)]
-    for number, (head_size, half, block_size, cache_dtype) in enumerate(shapes * 2):
+    shapes = [(16, 8, 16, 16, dtype), (20, 6, 12, 4, dtype), (64, 32, 64, 16, dtype), (7, 3, 7, 5, torch.float16)]
+    for number, (head_size, half, value_size, block_size, cache_dtype) in enumerate(shapes * 2):
         num_tokens, num_heads, num_kv_heads = (1, 9, 40, 0)[number % 4], 6, 2
         angles = torch.rand(50, half, generator=generator) * 6
         positions = torch.randint(50, (num_tokens,), generator=generator)
-        cache_shape = cache_shapes(12, block_size, num_kv_heads, head_size, dtype=cache_dtype, device=positions.device)
+        cache_shape = cache_shapes(
+            12,
+            block_size,
+            num_kv_heads,
+            head_size,
+            value_size=value_size,
+            dtype=cache_dtype,
+            device=positions.device,
+        )
         caches = [torch.full(shape, torch.nan, dtype=cache_dtype) for shape in cache_shape]
         # A chunk's slots follow one another; a decode's are scattered.
         slots = torch.arange(num_tokens) + 3 if number % 2 else torch.randperm(48, generator=generator)[:num_tokens]
         slots[num_tokens // 2 : num_tokens // 2 + (num_tokens > 2)] = -1
-        qkv = randn(generator, num_tokens, (num_heads + 2 * num_kv_heads) * head_size, dtype=dtype)
+        width = num_heads * head_size + num_kv_heads * (head_size + value_size)
+        qkv = randn(generator, num_tokens, width, dtype=dtype)
         args = [qkv, positions, (angles.cos(), angles.sin()), *caches, slots, head_size]
         norms = tuple(randn(generator, head_size, dtype=dtype) for _ in range(2))
         yield Call([*args, norms, 1e-5] if number >= len(shapes) else args, changed=(0, 3, 4))
 
 
 def activation_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
-    for num_tokens, size in ((1, 8), (7, 63)):
+    for num_tokens, size in ((1, 8), (7, 63), (0, 8), (2, 1030)):
         yield Call([randn(generator, num_tokens, 2 * size, dtype=dtype) * 3])
 
 
@@ -196,8 +207,8 @@ def embedding_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[
 
 
 def block_calls(generator: torch.Generator, dtype: torch.dtype, num_lists: int) -> Iterator[Call]:
-    for count in (0, 1, 4):
-        caches = [randn(generator, 9, 3, 2, 5, dtype=dtype) for _ in range(2)]
+    for count, (key_size, value_size) in ((0, (5, 5)), (1, (5, 5)), (4, (5, 7)), (8, (16, 8)), (3, (8, 400))):
+        caches = [randn(generator, 9, 3, 2, size, dtype=dtype) for size in (key_size, value_size)]
         caches[0][4] = torch.nan
         order = torch.randperm(9, generator=generator).int()
         # Sources and destinations overlap: what is read is the state before the call.
@@ -253,6 +264,8 @@ CALLS: dict[str, Callable[[torch.Generator, torch.dtype], Iterator[Call]]] = {
     "logits": lambda generator, dtype: packed_calls(generator, dtype, is_gated=False, has_bias=False),
     "embedding": embedding_calls,
     "silu_and_mul": activation_calls,
+    "gelu_and_mul": activation_calls,
+    "gelu_tanh_and_mul": activation_calls,
     "argmax": argmax_calls,
     "sample": sample_calls,
     "gather_logprobs": logprobs_calls,
