@@ -69,9 +69,7 @@ def accept_drafts(
     return token_ids.masked_fill(place >= num_emitted[row], -1), num_emitted
 
 
-def _verify(
-    logits: torch.Tensor, draws: Draws, sample: Callable[[torch.Tensor, Draws], torch.Tensor]
-) -> torch.Tensor:
+def _verify(logits: torch.Tensor, draws: Draws, sample: Callable[[torch.Tensor, Draws], torch.Tensor]) -> torch.Tensor:
     """A token for every position."""
     is_greedy = draws.temperature == 0.0
     sampled = sample(logits, replace(draws, temperature=torch.where(is_greedy, 1.0, draws.temperature)))

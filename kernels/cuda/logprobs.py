@@ -149,7 +149,7 @@ def variants() -> list[Variant]:
 
     def variant(name: str, kernel: object, constants: dict[str, object], num_warps: int) -> Variant:
         names = kernel.arg_names  # type: ignore[attr-defined]
-        aligned = frozenset({"stride", "segment_size"} & set(names))
+        aligned = frozenset({"stride", "vocab_size", "segment_size"} & set(names))
         return Variant(name, kernel, {n: types[n] for n in names if n in types}, constants, num_warps, aligned=aligned)
 
     return [

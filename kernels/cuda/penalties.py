@@ -18,7 +18,11 @@ def _pairs(logits, stride, rows, token_ids, num_pairs, BLOCK: tl.constexpr):  # 
     """A program's pairs, which of them there are, and where their logits lie."""
     pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = pairs < num_pairs
-    return pairs, is_inside, logits + tl.load(rows + pairs, is_inside, 0) * stride + tl.load(token_ids + pairs, is_inside, 0)
+    return (
+        pairs,
+        is_inside,
+        logits + tl.load(rows + pairs, is_inside, 0) * stride + tl.load(token_ids + pairs, is_inside, 0),
+    )
 
 
 @triton.jit
@@ -127,7 +131,7 @@ def variants() -> list[Variant]:
             kernel,
             {n: types[n] for n in kernel.arg_names if n in types},
             {"BLOCK": MASK_BLOCK if kernel is _bitmask else BLOCK},
-            aligned=frozenset({"stride"}),
+            aligned=frozenset({"stride", "vocab_size"} & set(kernel.arg_names)),
         )
         for name, kernel in kernels.items()
     ]

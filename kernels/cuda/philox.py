@@ -45,4 +45,4 @@ def gumbel(words):  # type: ignore[no-untyped-def]
 @triton.jit
 def gumbel_bound(words):  # type: ignore[no-untyped-def]
     """What the noise of words is not above, float32: -ln(-ln(1 - u)) <= -ln(u), nearly equal where it is large."""
-    return _MOST_OF_UNIT - tl.log(words.to(tl.float32) + 0.5)
+    return -tl.log(words.to(tl.float32) + 0.5) + _MOST_OF_UNIT

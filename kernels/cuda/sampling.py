@@ -3,10 +3,12 @@
     survey   a program per segment of a row: the largest logit; for top-k and top-p, how many logits each bin has
     collect  a program per segment: rows with top-k or top-p list the few tokens that the bins leave, and sum the
              weight of all; the other rows draw from the segment, since their threshold is known
+    narrow   a program per segment of the rows whose list overflowed (flat logits, top-p): lists only the tokens about
+             the threshold, which finer bins and the exact weight tell
     choose   a program per row: exact thresholds by bisection over the list, and the draw; or the best segment's token
 
-Where more tokens remain than a list holds (flat logits, a large top-k) `choose` reads the row itself instead. Counts
-are whole numbers and so are weights: no outcome depends on the order in which programs run. A temperature of 0 takes
+Where still more tokens remain than a list holds (a large top-k, equal logits) `choose` reads the row itself. Counts are
+whole numbers and so are weights: no outcome depends on the order in which programs run. A temperature of 0 takes
 the likeliest token, of equal ones the lowest id.
 """
 
@@ -16,7 +18,7 @@ import torch
 
 from kernels.cuda.sampling_argmax import argmax, segments
 from kernels.cuda.sampling_choose import choose
-from kernels.cuda.sampling_collect import MAX_SEGMENTS, WORK_WORDS, collect, survey
+from kernels.cuda.sampling_collect import MAX_SEGMENTS, WORK_WORDS, collect, narrow, survey
 from kernels.cuda.sampling_math import EXACT
 from kernels.cuda.variant import Variant
 from kernels.sampling import Draws
@@ -45,9 +47,10 @@ def sample(logits: torch.Tensor, draws: Draws, capacity: int = CAPACITY) -> torc
     columns = (*truncation, draws.min_p.contiguous(), *noise)
     head = (logits, logits.stride(0), vocab_size)
     survey[grid](*head, segment_size, *truncation, segment_largest, work, BLOCK=BLOCK, **EXACT)
-    found = (segment_largest, work, work.view(torch.int64), segment_best, segment_tokens)
+    found = (segment_largest, work, segment_best, segment_tokens)
     lists = (list_scaled, list_tokens, capacity)
     collect[grid](*head, segment_size, *columns, *found, *lists, BLOCK=BLOCK, **EXACT)
+    narrow[grid](*head, segment_size, truncation[0], truncation[2], segment_largest, work, *lists, BLOCK=BLOCK, **EXACT)
     choose[(rows,)](*head, num_segments, *columns, *found, *lists, out, BLOCK=BLOCK, num_warps=8, **EXACT)
     return out
 
@@ -63,7 +66,6 @@ _TYPES = {
     "child_indices": "*i64",
     "segment_largest": "*fp32",
     "work": "*i32",
-    "work64": "*i64",
     "segment_best": "*fp32",
     "segment_tokens": "*i32",
     "list_scaled": "*fp32",
@@ -74,8 +76,8 @@ _TYPES = {
 
 def variants() -> list[Variant]:
     """Logits are always float32."""
-    aligned = frozenset({"stride", "segment_size", "capacity"})
-    kernels = (("survey", survey, 4), ("collect", collect, 4), ("choose", choose, 8))
+    aligned = frozenset({"stride", "vocab_size", "segment_size", "capacity"})
+    kernels = (("survey", survey, 4), ("collect", collect, 4), ("narrow", narrow, 4), ("choose", choose, 8))
     return [
         Variant(
             f"sample {name}",

@@ -84,7 +84,7 @@ def variants() -> list[Variant]:
             _segment_argmax,
             segment | dict.fromkeys(("stride", "vocab_size", "segment_size"), "i32"),
             {"BLOCK": BLOCK},
-            aligned=frozenset({"stride", "segment_size"}),
+            aligned=frozenset({"stride", "vocab_size", "segment_size"}),
         ),
         Variant(
             "argmax rows",

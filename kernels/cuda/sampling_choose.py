@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.cuda.sampling_collect import COUNT_WORD, MASS_WORD, MAX_SEGMENTS, WORK_WORDS, largest_of_row
+from kernels.cuda.sampling_collect import MAX_SEGMENTS, WORK_WORDS, candidates_of_row, largest_of_row
 from kernels.cuda.sampling_draw import NO_TOKEN, best_of, draw
 from kernels.cuda.sampling_math import MAX_FINITE, distance, is_truncated, least_scaled, scale, weigh
 
@@ -29,6 +29,7 @@ def _candidates(  # type: ignore[no-untyped-def]
 @triton.jit
 def _reach(  # type: ignore[no-untyped-def]
     wanted,
+    before,
     limit,
     count,
     is_listed,
@@ -42,6 +43,7 @@ def _reach(  # type: ignore[no-untyped-def]
 ):
     """The least distance within which the tokens are `wanted` many, or weigh so much; `limit` where none is enough.
 
+    before: what the tokens weigh that are nearer than all candidates.
     By bisection over distances; each question also tells the distances next to the middle, so that their number is
     about the logarithm of the number of candidates.
     """
@@ -63,7 +65,7 @@ def _reach(  # type: ignore[no-untyped-def]
                 sums += is_within.to(tl.int64)
             farthest = tl.maximum(farthest, tl.where(is_within, far, -1))
             nearest = tl.minimum(nearest, tl.where(is_within, 0x7FFFFFFF, far))
-        is_enough = tl.sum(sums, 0).to(tl.float64) >= wanted
+        is_enough = (tl.sum(sums, 0) + before).to(tl.float64) >= wanted
         high = tl.where(is_enough, tl.max(farthest, 0), high)
         low = tl.where(is_enough, low, tl.min(nearest, 0) - 1)
     return high
@@ -82,6 +84,52 @@ def _weight_within(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _limit(  # type: ignore[no-untyped-def]
+    top_k,
+    top_p,
+    mass,
+    before,
+    vocab_size,
+    count,
+    is_listed,
+    list_scaled,
+    list_tokens,
+    logits,
+    largest,
+    temperature,
+    BLOCK: tl.constexpr,
+):
+    """The largest distance that top-k and then top-p keep; mass: the weight of all tokens."""
+    limit = tl.full([], MAX_FINITE, tl.int32)
+    if (top_k > 0) & (top_k < vocab_size):
+        wanted = top_k.to(tl.float64)
+        limit = _reach(
+            wanted,
+            before,
+            limit,
+            count,
+            is_listed,
+            list_scaled,
+            list_tokens,
+            logits,
+            largest,
+            temperature,
+            False,
+            BLOCK,
+        )
+        if top_p < 1.0:
+            mass = _weight_within(
+                limit, count, is_listed, list_scaled, list_tokens, logits, largest, temperature, BLOCK
+            )
+    if top_p < 1.0:
+        wanted = top_p * mass.to(tl.float64)
+        limit = _reach(
+            wanted, before, limit, count, is_listed, list_scaled, list_tokens, logits, largest, temperature, True, BLOCK
+        )
+    return limit
+
+
+@triton.jit
 def choose(
     logits,
     stride,
@@ -96,7 +144,6 @@ def choose(
     child_indices,
     segment_largest,
     work,
-    work64,
     segment_best,
     segment_tokens,
     list_scaled,
@@ -115,27 +162,30 @@ def choose(
         logits += row * stride
         list_scaled += row * capacity
         list_tokens += row * capacity
-        count = tl.load(work + row * WORK_WORDS + COUNT_WORD)
-        mass = tl.load(work64 + row * (WORK_WORDS // 2) + MASS_WORD // 2)
+        count, mass, before, is_wide = candidates_of_row(work + row * WORK_WORDS)
         is_listed = count <= capacity
+        before = tl.where(is_listed, before, 0)
         count = tl.where(is_listed, count, vocab_size)
-        limit = tl.full([], MAX_FINITE, tl.int32)
-        if (top_k > 0) & (top_k < vocab_size):
-            wanted = top_k.to(tl.float64)
-            limit = _reach(
-                wanted, limit, count, is_listed, list_scaled, list_tokens, logits, largest, temperature, False, BLOCK
-            )
-            if top_p < 1.0:
-                mass = _weight_within(
-                    limit, count, is_listed, list_scaled, list_tokens, logits, largest, temperature, BLOCK
-                )
-        if top_p < 1.0:
-            wanted = top_p * mass.to(tl.float64)
-            limit = _reach(
-                wanted, limit, count, is_listed, list_scaled, list_tokens, logits, largest, temperature, True, BLOCK
-            )
+        limit = _limit(
+            top_k,
+            top_p,
+            mass,
+            before,
+            vocab_size,
+            count,
+            is_listed,
+            list_scaled,
+            list_tokens,
+            logits,
+            largest,
+            temperature,
+            BLOCK,
+        )
         least = least_scaled(min_p)
         best, token = tl.full([], -float("inf"), tl.float32), tl.full([], NO_TOKEN, tl.int32)
+        # A wide row's list has only those about the threshold.
+        is_listed &= ~is_wide
+        count = tl.where(is_listed, count, vocab_size)
         for first in range(0, count, BLOCK):
             scaled, token_ids = _candidates(
                 first, count, is_listed, list_scaled, list_tokens, logits, largest, temperature, BLOCK

@@ -19,7 +19,7 @@ _TOP = tl.constexpr(64.0)
 """Bins are 1/8 wide from 64 down to -64; the outermost ones are open."""
 _EDGE_SLACK = tl.constexpr(1e-4)
 """More than what rounding moves a logit out of its bin."""
-_UNIT_WEIGHT = tl.constexpr(2.0**-34)
+UNIT_WEIGHT = tl.constexpr(2.0**-weights.UNIT_BITS)
 _NO_WEIGHT = tl.constexpr(-24.4)
 """Below it a weight is 0."""
 
@@ -80,31 +80,61 @@ def weigh(scaled):  # type: ignore[no-untyped-def]
 @triton.jit
 def bin_of(x):  # type: ignore[no-untyped-def]
     """The bin of logits (not scaled), int32; it grows as the logit falls."""
-    place = (_TOP - x) * _BINS_PER_UNIT
-    return tl.minimum(tl.maximum(place, 0.0), NUM_BINS - 1.0).to(tl.int32)
+    below = tl.minimum(tl.maximum(_TOP - x, 0.0), NUM_BINS / _BINS_PER_UNIT)
+    return tl.minimum((below * _BINS_PER_UNIT).to(tl.int32), NUM_BINS - 1)
 
 
 @triton.jit
-def last_bin(counts, largest, temperature, top_k, top_p, vocab_size):  # type: ignore[no-untyped-def]
-    """The last bin whose tokens top-k, or top-p alone, may keep; counts int32 [NUM_BINS].
+def fine_bin_of(x, first, last):  # type: ignore[no-untyped-def]
+    """The fine bin of logits that lie in bins first to last, which NUM_BINS fine ones divide."""
+    below = tl.minimum(tl.maximum(_TOP - first / _BINS_PER_UNIT - x, 0.0), NUM_BINS / _BINS_PER_UNIT)
+    return tl.minimum((below * (NUM_BINS * _BINS_PER_UNIT / (last - first + 1))).to(tl.int32), NUM_BINS - 1)
 
-    The tokens behind it weigh at most what top-p leaves out: counted with the most that a token of their bin can
-    weigh, against the least that all weigh.
+
+@triton.jit
+def _weights_of_bins(counts, top, width, is_outermost, largest, temperature):  # type: ignore[no-untyped-def]
+    """The least and the most that the tokens of NUM_BINS bins weigh together, float64; the likeliest token weighs 1.
+
+    top, width: where the bins begin, and their width. is_outermost: whether the last one is open below.
     """
     bins = tl.arange(0, NUM_BINS)
+    upper = tl.minimum((top - bins * width + _EDGE_SLACK - largest) / temperature, 0.0)
+    lower = tl.minimum((top - (bins + 1) * width - _EDGE_SLACK - largest) / temperature, 0.0)
+    most = tl.where(upper < _NO_WEIGHT, 0.0, tl.exp(upper) * 1.00001 + UNIT_WEIGHT)
+    least = tl.maximum(tl.exp(lower) * 0.99999 - UNIT_WEIGHT, 0.0)
+    least = tl.where((bins == NUM_BINS - 1) & is_outermost, 0.0, least)
+    wide = counts.to(tl.float64)
+    return wide * least.to(tl.float64), wide * most.to(tl.float64)
+
+
+@triton.jit
+def bracket(counts, largest, temperature, top_k, top_p, vocab_size):  # type: ignore[no-untyped-def]
+    """The first and the last bin where the threshold of top-k, or of top-p alone, may lie; counts int32 [NUM_BINS].
+
+    What a bin weighs is not known: the tokens behind the last bin weigh at most what top-p leaves out if all tokens
+    weigh the least that their bins allow, and those before the first one less than what top-p wants of it.
+    """
     if (top_k > 0) & (top_k < vocab_size):
-        found = tl.sum((tl.cumsum(counts, 0) < top_k).to(tl.int32), 0)
+        last = tl.sum((tl.cumsum(counts, 0) < top_k).to(tl.int32), 0)
+        first = last
     else:
-        upper = _TOP - bins / _BINS_PER_UNIT + _EDGE_SLACK
-        lower = _TOP - (bins + 1) / _BINS_PER_UNIT - _EDGE_SLACK
-        upper = tl.minimum((upper - largest) / temperature, 0.0)
-        lower = tl.minimum((lower - largest) / temperature, 0.0)
-        most = tl.where(upper < _NO_WEIGHT, 0.0, tl.exp(upper) * 1.001 + _UNIT_WEIGHT)
-        least = tl.where(bins == NUM_BINS - 1, 0.0, tl.maximum(tl.exp(lower) * 0.999 - _UNIT_WEIGHT, 0.0))
-        wide = counts.to(tl.float64)
-        heaviest = wide * most.to(tl.float64)
-        total = tl.sum(heaviest, 0)
-        behind = total - tl.cumsum(heaviest, 0)
-        may_lack = (1.0 - top_p) * tl.maximum(tl.sum(wide * least.to(tl.float64), 0), 1.0) * 0.99 - total * 1e-9
-        found = tl.sum((behind > may_lack).to(tl.int32), 0)
-    return tl.minimum(found, NUM_BINS - 1)
+        least, most = _weights_of_bins(counts, _TOP, 1.0 / _BINS_PER_UNIT, True, largest, temperature)
+        total, before = tl.sum(most, 0), tl.cumsum(most, 0)
+        all_weigh = tl.maximum(tl.sum(least, 0), 1.0) * (1.0 - 1e-6)
+        last = tl.sum((total - before > (1.0 - top_p) * all_weigh - total * 1e-9).to(tl.int32), 0)
+        first = tl.sum((before < top_p * all_weigh).to(tl.int32), 0)
+    last = tl.minimum(last, NUM_BINS - 1)
+    return tl.minimum(first, last), last
+
+
+@triton.jit
+def fine_bracket(counts, first, last, wanted, largest, temperature):  # type: ignore[no-untyped-def]
+    """The first and the last fine bin where the threshold lies; wanted: what the tokens of these bins must weigh."""
+    top, width = _TOP - first / _BINS_PER_UNIT, (last - first + 1) / (NUM_BINS * _BINS_PER_UNIT)
+    least, most = _weights_of_bins(counts, top, width, last == NUM_BINS - 1, largest, temperature)
+    # In the topmost bin a logit may lie far above the edge; in the others the edges bound it.
+    most = tl.where((first == 0) & (tl.arange(0, NUM_BINS) == 0), counts.to(tl.float64) * 1.001, most)
+    fine_first = tl.sum((tl.cumsum(most, 0) < wanted - 1e-9).to(tl.int32), 0)
+    fine_last = tl.sum((tl.cumsum(least, 0) < wanted + 1e-9).to(tl.int32), 0)
+    fine_last = tl.minimum(fine_last, NUM_BINS - 1)
+    return tl.minimum(fine_first, fine_last), fine_last
