@@ -9,10 +9,12 @@ from kernels import (
     attention,
     block_copy,
     block_zero,
+    draft_verification,
     kv_write,
     logprobs,
     matrix,
     norm,
+    penalties,
     rotary_write,
     sampling,
 )
@@ -39,9 +41,29 @@ gelu_tanh_and_mul = Operation(
 )
 copy_blocks = Operation(block_copy.reference, cpu=block_copy.torch_copy_blocks, cuda=block_copy.cuda_copy_blocks)
 zero_blocks = Operation(block_zero.reference, cpu=block_zero.torch_zero_blocks, cuda=block_zero.cuda_zero_blocks)
-argmax = Operation(sampling.reference_argmax, cpu=sampling.cpu_argmax, cuda=sampling.torch_argmax)
-sample = Operation(sampling.reference, cpu=sampling.cpu_sample, cuda=sampling.torch_sample)
-gather_logprobs = Operation(logprobs.reference, cpu=logprobs.cpu_gather_logprobs, cuda=logprobs.torch_gather_logprobs)
+argmax = Operation(sampling.reference_argmax, cpu=sampling.cpu_argmax, cuda=sampling.cuda_argmax)
+sample = Operation(sampling.reference, cpu=sampling.cpu_sample, cuda=sampling.cuda_sample)
+gather_logprobs = Operation(logprobs.reference, cpu=logprobs.cpu_gather_logprobs, cuda=logprobs.cuda_gather_logprobs)
+verify_drafts = Operation(
+    draft_verification.reference,
+    cpu=draft_verification.cpu_verify_drafts,
+    cuda=draft_verification.cuda_verify_drafts,
+)
+apply_repetition_penalty = Operation(
+    penalties.reference_apply_repetition_penalty,
+    cpu=penalties.apply_repetition_penalty,
+    cuda=penalties.cuda_apply_repetition_penalty,
+)
+apply_output_penalties = Operation(
+    penalties.reference_apply_output_penalties,
+    cpu=penalties.apply_output_penalties,
+    cuda=penalties.cuda_apply_output_penalties,
+)
+add_bias = Operation(penalties.reference_add_bias, cpu=penalties.add_bias, cuda=penalties.cuda_add_bias)
+mask_tokens = Operation(penalties.reference_mask_tokens, cpu=penalties.mask_tokens, cuda=penalties.cuda_mask_tokens)
+apply_bitmask = Operation(
+    penalties.reference_apply_bitmask, cpu=penalties.apply_bitmask, cuda=penalties.cuda_apply_bitmask
+)
 
 OPERATIONS: dict[str, Operation[..., Any]] = {
     name: value for name, value in list(globals().items()) if isinstance(value, Operation)

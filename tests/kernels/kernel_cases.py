@@ -245,6 +245,48 @@ def sample_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Cal
         yield Call([logits.round(), draws])
 
 
+def verify_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
+    """Rows with drafts that are often right, without drafts, and without positions; greedy ones among them."""
+    for num_drafts, vocab_size in (([0], 5), ([3, 0, -1, 1, 40, 7], 97), ([-1, 2], 300), ([-1], 7)):
+        num_sampled = torch.tensor(num_drafts) + 1
+        positions, count = int(num_sampled.sum()), sum(max(n, 0) for n in num_drafts)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), num_sampled.cumsum(0)])
+        draft_starts = torch.cat([torch.zeros(1, dtype=torch.int64), (num_sampled - 1).clamp(min=0).cumsum(0)])
+        logits = randn(generator, positions, vocab_size, dtype=dtype).float()
+        drafts = torch.randint(vocab_size, (count,), generator=generator)
+        row = torch.arange(len(num_drafts)).repeat_interleave((num_sampled - 1).clamp(min=0))
+        place = torch.arange(count) - draft_starts[row]
+        is_likely = torch.rand(count, generator=generator) < 0.9
+        index = (starts[row] + place)[is_likely]
+        logits[index, drafts[is_likely]] += 20
+        draws = Draws(
+            temperature=(torch.arange(positions) % 4 / 2).float(),
+            top_k=torch.arange(positions) % 3 * 10,
+            top_p=torch.where(torch.arange(positions) % 5 < 3, 1.0, 0.8).double(),
+            min_p=torch.zeros(positions, dtype=torch.float64),
+            seeds=torch.randint(-(2**62), 2**62, (positions,), generator=generator),
+            positions=torch.arange(positions),
+            child_indices=torch.zeros(positions, dtype=torch.int64),
+        )
+        yield Call([logits, starts.int(), drafts, draft_starts.int(), draws])
+
+
+def pair_calls(generator: torch.Generator, dtype: torch.dtype, columns: list[float]) -> Iterator[Call]:
+    """Logits, pairs of rows and tokens, and columns of numbers up to so large."""
+    for rows, vocab_size, count in ((1, 5, 3), (4, 97, 300), (3, 40, 0)):
+        logits = randn(generator, rows, vocab_size, dtype=dtype).float()
+        pairs = torch.randperm(rows * vocab_size, generator=generator)[:count]
+        numbers = [torch.rand(len(pairs), generator=generator) * most + 0.1 for most in columns]
+        yield Call([logits, pairs // vocab_size, pairs % vocab_size, *numbers], changed=(0,))
+
+
+def bitmask_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
+    for rows, vocab_size, masked in ((1, 5, [0]), (4, 97, [3, 1]), (3, 2100, [0, 1, 2]), (2, 64, [])):
+        logits = randn(generator, rows, vocab_size, dtype=dtype).float()
+        words = torch.randint(-(2**31), 2**31, (len(masked), -(-vocab_size // 32)), generator=generator)
+        yield Call([logits, torch.tensor(masked, dtype=torch.int64), words.int()], changed=(0,))
+
+
 def logprobs_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
     for num_likeliest, extra in ((0, None), (5, None), (-1, [3, 1]), (97, None), (7, [96])):
         logits = randn(generator, 3, 97, dtype=dtype).float() * 3
@@ -269,6 +311,12 @@ CALLS: dict[str, Callable[[torch.Generator, torch.dtype], Iterator[Call]]] = {
     "argmax": argmax_calls,
     "sample": sample_calls,
     "gather_logprobs": logprobs_calls,
+    "verify_drafts": verify_calls,
+    "apply_repetition_penalty": lambda generator, dtype: pair_calls(generator, dtype, [2.0]),
+    "apply_output_penalties": lambda generator, dtype: pair_calls(generator, dtype, [5.0, 1.0, 1.0]),
+    "add_bias": lambda generator, dtype: pair_calls(generator, dtype, [5.0]),
+    "mask_tokens": lambda generator, dtype: pair_calls(generator, dtype, []),
+    "apply_bitmask": bitmask_calls,
     "copy_blocks": lambda generator, dtype: block_calls(generator, dtype, 2),
     "zero_blocks": lambda generator, dtype: block_calls(generator, dtype, 1),
 }
