@@ -19,9 +19,7 @@ from kernels import (
 )
 from kernels.dispatch import Operation
 
-paged_attention = Operation(
-    attention.reference, cpu=attention.cpu_paged_attention, cuda=attention.cuda_paged_attention
-)
+paged_attention = Operation(attention.reference, cpu=attention.cpu_paged_attention, cuda=attention.cuda_paged_attention)
 merge_attention = Operation(
     attention_merge.reference, cpu=attention_merge.torch_merge_attention, cuda=attention_merge.cuda_merge_attention
 )

@@ -60,12 +60,12 @@ def merge_attention(
 
 def variants() -> list[Variant]:
     """One per type, and one with a padded head."""
+    logs = dict.fromkeys(("lse", "lse_a", "lse_b"), "*fp32")
     return [
         Variant(
             f"merge_attention {name} {size}",
             _merge,
-            {**{x: f"*{name}" for x in ("out", "out_a", "out_b")}, **dict.fromkeys(("lse", "lse_a", "lse_b"), "*fp32")}
-            | {"num_pairs": "i32"},
+            dict.fromkeys(("out", "out_a", "out_b"), f"*{name}") | logs | {"num_pairs": "i32"},
             _constants(size),
         )
         for name, size in [*((name, 128) for name in FLOATS), ("bf16", 96)]

@@ -62,7 +62,7 @@ def walk(  # type: ignore[no-untyped-def]
     """
     HEAD_PADDED: tl.constexpr = queries.shape[1]
     VALUE_PADDED: tl.constexpr = result.shape[1]
-    PRECISION: tl.constexpr = "ieee" if COMPUTE == tl.float32 else "tf32"
+    PRECISION: tl.constexpr = "ieee" if tl.float32 == COMPUTE else "tf32"
     head_dims = tl.arange(0, HEAD_PADDED)[:, None]
     value_dims = tl.arange(0, VALUE_PADDED)[None, :]
     for tile in range(begin, end):

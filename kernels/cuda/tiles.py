@@ -81,7 +81,7 @@ def tiles(shape: Shape, device: Device, num_tokens: int, num_rows: int, num_kv_h
     the fewest rows that hold a sequence's tokens, and many programs. Any other batch has a prefill in it.
     """
     num_rows = max(1, num_rows)
-    per_row = -(-num_tokens // num_rows)
+    per_row = max(1, -(-num_tokens // num_rows))
     is_uniform = per_row * num_rows == num_tokens
     rows = _power_of_two(max(MIN_ROWS, shape.groups * per_row))
     if is_uniform and rows <= MOST_DECODE_ROWS:
@@ -108,30 +108,44 @@ def _decode_keys(shape: Shape) -> int:
     """32 KiB of keys and values in 16 bits for heads of 128: with the stages' copies enough bytes are under way."""
     if shape.compute_bytes == 4:
         return 32  # products in ordinary arithmetic keep whole operands in registers
+    if shape.cache_bytes < shape.compute_bytes and _widest(shape) <= 64:
+        return 64  # what is converted passes through registers
     return {16: 128, 32: 128, 64: 128, 128: 64}.get(_widest(shape), 32)
 
 
 def _prefill(shape: Shape, capability: int, rows_per_sequence: int) -> tuple[int, int, int]:
     """Rows, keys and warps; 128 rows of 8 warps leave the scores, the sums and the result room in registers.
 
-    Batches that are mostly decodes take half the rows: the others would be padding.
+    Batches that are mostly decodes take half the rows: the others would be padding. Wide heads do so on a GPU where
+    the queries alone would take most of the shared memory.
     """
     widest = _widest(shape)
+    least = _power_of_two(max(MIN_ROWS, shape.groups))
     if shape.compute_bytes == 4:
-        least = max(MIN_ROWS, _power_of_two(shape.groups))
-        return max(least, 32 if widest <= 128 else 16), 32, 4 if widest <= 64 else 8
-    rows = max(128 if rows_per_sequence >= 128 else 64, _power_of_two(shape.groups))
-    keys = 64 if widest <= 128 else 32
-    return rows, keys, 8 if rows >= 128 or widest > 128 else 4
+        return max(least, 32 if widest <= 64 else 16), 32, 4
+    is_small = widest > 128 and capability not in _SHARED_BYTES
+    rows = max(64 if is_small or rows_per_sequence < 128 else 128, least)
+    num_warps = 8 if rows >= 128 or widest > 128 else 4
+    # Before Hopper a product's operands lie in registers, where four warps have no room for more keys.
+    is_tight = capability < 90 and num_warps == 4 and widest > 64
+    return rows, 32 if widest > 128 or is_tight else 64, num_warps
 
 
 def _stages(shape: Shape, capability: int, rows: int, keys: int) -> int:
-    """Tiles of keys and values under way: up to three, as many as fit beside the queries."""
+    """Five where shared memory has room: one tile of keys and values is then read while another is worked on.
+
+    A tile's addresses come from a load of their own, of the block table. With so few as three stages the pipeline
+    spends them on that: a tile's copy begins only after the work on the one before it.
+    """
     widest, room = _widest(shape), _SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES)
+    tile = 2 * keys * widest * shape.cache_bytes
     # Values of another type lie in shared memory once more, in the type of the products.
     converted = 0 if shape.cache_bytes == shape.compute_bytes else 2 * keys * widest * shape.compute_bytes
     fixed = rows * (widest + keys) * shape.compute_bytes + converted
-    return max(1, min(3, (room - fixed) // (2 * keys * widest * shape.cache_bytes)))
+    # Hopper's products of 64 rows run while the next begins, and keep their tile for longer.
+    if capability >= 90 and rows >= 64:
+        fixed += tile
+    return 5 if fixed + 2 * tile <= room else 3 if fixed + tile <= room else 1
 
 
 def _segments(num_programs: int, programs_wanted: int, max_keys: int) -> int:
