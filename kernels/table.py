@@ -7,6 +7,7 @@ from typing import Any
 from kernels import (
     activation,
     attention,
+    attention_merge,
     block_copy,
     block_zero,
     draft_verification,
@@ -20,8 +21,9 @@ from kernels import (
 )
 from kernels.dispatch import Operation
 
-paged_attention = Operation(
-    attention.reference, cpu=attention.cpu_paged_attention, cuda=attention.torch_paged_attention
+paged_attention = Operation(attention.reference, cpu=attention.cpu_paged_attention, cuda=attention.cuda_paged_attention)
+merge_attention = Operation(
+    attention_merge.reference, cpu=attention_merge.torch_merge_attention, cuda=attention_merge.cuda_merge_attention
 )
 write_kv = Operation(kv_write.reference, cpu=kv_write.cpu_write_kv, cuda=kv_write.cuda_write_kv)
 rms_norm = Operation(norm.reference, cpu=norm.cpu_rms_norm, cuda=norm.cuda_rms_norm)

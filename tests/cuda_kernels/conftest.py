@@ -1,4 +1,4 @@
-"""Triton's interpreter for the kernels of these tests, and the helper modules of tests/kernels."""
+"""Triton's interpreter for the kernels of these tests, and the helper modules of this folder and tests/kernels."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 from kernels.dispatch import CHOICE_VARIABLE
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "kernels")]
 # Read when a kernel is decorated; nothing outside this folder imports kernels.cuda in the tests' own process.
 os.environ["TRITON_INTERPRET"] = "1"
 

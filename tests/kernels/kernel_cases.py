@@ -125,6 +125,16 @@ def attention_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[
         )
 
 
+def merge_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
+    for num_tokens, num_heads, value_size in ((1, 1, 8), (5, 3, 12), (9, 8, 80), (0, 2, 16)):
+        outs = [randn(generator, num_tokens, num_heads, value_size, dtype=dtype) for _ in range(2)]
+        logs = [randn(generator, num_tokens, num_heads, dtype=torch.float32) * 9 for _ in range(2)]
+        yield Call([outs[0], logs[0], outs[1], logs[1]])
+        for part in range(2):  # one of the two has no keys, and anything in its output
+            outs[part][part::2], logs[part][part::2] = torch.nan, -torch.inf
+        yield Call([outs[0], logs[0], outs[1], logs[1]])
+
+
 def write_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
     for num_tokens, cache_dtype in ((1, dtype), (13, dtype), (13, torch.float16), (0, dtype)):
         shapes = cache_shapes(6, 5, 3, 7, dtype=cache_dtype, device=torch.device("cpu"))
@@ -296,6 +306,7 @@ def logprobs_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[C
 
 CALLS: dict[str, Callable[[torch.Generator, torch.dtype], Iterator[Call]]] = {
     "paged_attention": attention_calls,
+    "merge_attention": merge_calls,
     "write_kv": write_calls,
     "rms_norm": norm_calls,
     "rotate_and_write_kv": rotary_calls,
