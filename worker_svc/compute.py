@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 SWITCH_INTERVAL_S = 0.0005
@@ -25,6 +25,13 @@ SWITCH_INTERVAL_S = 0.0005
 def take_short_turns() -> None:
     """Lets threads of this process ask for Python sooner than after the interpreter's default of 5 ms."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+
+class Deferred(Generic[T]):
+    """A call's value that is still on its way, such as on a GPU; `finish` waits for it."""
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self.finish = finish
 
 
 @dataclass(slots=True)
@@ -44,6 +51,11 @@ class _Call:
             self.error = error
 
     def deliver(self) -> None:
+        if isinstance(self.value, Deferred):
+            try:
+                self.value = self.value.finish()
+            except BaseException as error:
+                self.error = error
         if self.error is not None:
             self.future.set_exception(self.error)
         else:
@@ -64,8 +76,11 @@ class ComputeThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, function: Callable[[], T], *, delivers: bool = False) -> Future[T]:
-        """Queues a call; its result or exception is the future's. A future cancelled in time is not run."""
+    def submit(self, function: Callable[[], T | Deferred[T]], *, delivers: bool = False) -> Future[T]:
+        """Queues a call; its result or exception is the future's. A future cancelled in time is not run.
+
+        A value that is Deferred is finished when its result is handed out.
+        """
         call = _Call(function, delivers)
         self._work.put(call)
         return call.future

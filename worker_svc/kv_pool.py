@@ -19,6 +19,24 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+MAX_BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 1024, 65_536, 1 << 20
+
+
+def check_sizes(block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """Raises InvalidArgumentError where one of them is out of its bounds."""
+    found = [
+        violation(name, value, f"must be in [1, {high}]")
+        for name, value, high in (
+            ("block_size", block_size, MAX_BLOCK_SIZE),
+            ("max_num_seqs", max_num_seqs, MAX_NUM_SEQS),
+            ("max_num_batched_tokens", max_num_batched_tokens, MAX_NUM_BATCHED_TOKENS),
+        )
+        if not 1 <= value <= high
+    ]
+    if found:
+        raise InvalidArgumentError(found)
+
+
 class CountingKvCaches(KvCaches):  # type: ignore[misc, valid-type]
     """The pool as the model sees it: every layer fetches its own entry, which counts as progress within a step."""
 

@@ -16,6 +16,12 @@ from worker_svc.compute import ComputeThread
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, seed=2**63 + 5)
 
 
+@pytest.fixture(params=["cpu", "device"], autouse=True)
+def device_steps(request, monkeypatch):
+    """All of it holds too where steps are launched and waited for later, as on a GPU."""
+    monkeypatch.setattr("worker_svc.runner.is_interpreting", lambda: request.param == "device")
+
+
 def plan_ahead(core, rows):
     """A plan whose rows' requests are then as they will be, with a placeholder for the token that is not known."""
     plan = core.plan(rows)
