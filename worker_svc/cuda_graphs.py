@@ -114,6 +114,7 @@ class DecodeGraphs:
                 return
         logger.info("captured CUDA graphs for %s rows", ", ".join(map(str, self._sizes)))
 
+    @torch.inference_mode()
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [num_tokens, hidden_size], valid until the next call; see Model.forward."""
         num_rows = len(batch.seq_lens)

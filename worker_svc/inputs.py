@@ -68,7 +68,7 @@ class InputBuffers:
         max_seq_len = int(seq_lens.max())
         tables = self._block_tables[:num_rows, : -(-max_seq_len // self._batch.block_size)]
         tables[:] = self._batch.block_tables[rows.slots, : tables.shape[1]]
-        arrays = {
+        arrays: dict[str, Array] = {
             "input_ids": self._token_ids(slots, positions),
             "positions": positions,
             "query_start_loc": query_start_loc,

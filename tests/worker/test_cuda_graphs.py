@@ -6,6 +6,7 @@ The recorder of these tests calls the model again on the graph's own static buff
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_sizes() -> None:
     for most in (256, 300, MAX_ROWS, 5000):
         sizes = padded_sizes(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] == min(most, MAX_ROWS)
-        gaps = [b - a for a, b in zip(sizes, sizes[1:], strict=False)]
+        gaps = [b - a for a, b in pairwise(sizes)]
         assert max(gaps) == (16 if most > 264 else 8)
 
 

@@ -126,7 +126,7 @@ def test_a_step_that_fails_leaves_the_one_in_flight_alone(device) -> None:
     with pytest.raises(InternalError, match="out of memory"):
         ahead(device, [(req, 1)])
     runner.model.fail_with = None
-    req.computed, req.tokens, req.blocks, device.step = computed, tokens, blocks, step
+    req.computed, req.tokens, req.blocks, device.step = computed, list(tokens), list(blocks), step
     wrong = device.plan([(req, 1)])
     wrong.num_computed_tokens = wrong.num_computed_tokens + 1
     with pytest.raises(InvalidArgumentError):
@@ -134,7 +134,7 @@ def test_a_step_that_fails_leaves_the_one_in_flight_alone(device) -> None:
     expected = alone(PROMPT, GREEDY, 2)
     assert by_slot(finish(first))[req.slot] == expected[0]
     assert int(runner.batch.token_ids[req.slot, len(PROMPT)]) == expected[0]
-    req.computed, req.tokens, req.blocks, device.step = computed, tokens, blocks, step
+    req.computed, req.tokens, req.blocks, device.step = computed, list(tokens), list(blocks), step
     assert by_slot(finish(ahead(device, [(req, 1)])))[req.slot] == expected[1]
 
 
