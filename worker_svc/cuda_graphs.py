@@ -52,10 +52,12 @@ class GraphRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        # One for all: libraries keep a work space of tens of megabytes per stream.
+        self._stream = torch.cuda.Stream(device)
 
     def record(self, run: Run) -> tuple[Callable[[], None], torch.Tensor]:
         """See Recorder. `run` is called twice; the first time compiles kernels and takes libraries' work space."""
-        side = torch.cuda.Stream(self._device)
+        side = self._stream
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             run()

@@ -10,6 +10,7 @@ tokens or decisions on the host.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,8 +21,9 @@ import torch
 import kernels
 from kernels.sampling import Draws
 from pagewire.columns import EMPTY_INT32
-from pagewire.plan import StepPlan, StepResult
+from pagewire.plan import StepPlan, StepResult, Timings
 from worker_svc.batch import Batch, Rows
+from worker_svc.compute import Deferred
 from worker_svc.inputs import InputBuffers
 from worker_svc.models.interface import ForwardBatch, Model
 from worker_svc.sampler import NOT_NUMBERS, Positions, sampled_positions
@@ -61,9 +63,20 @@ class Clock:
         if self._marks:
             self._marks[-1].synchronize()
 
-    def durations_ns(self) -> list[int]:
-        """Between neighbouring marks; empty without a GPU."""
-        return [int(a.elapsed_time(b) * 1e6) for a, b in zip(self._marks, self._marks[1:], strict=False)]
+    def is_passed(self) -> bool:
+        """Whether the last mark has been passed; a device that has failed counts, `wait` will raise."""
+        try:
+            return not self._marks or self._marks[-1].query()
+        except RuntimeError:
+            return True
+
+    def set_durations(self, timings: Timings) -> None:
+        """Of a forward pass and of sampling, from three marks; without a GPU nothing changes."""
+        if self._marks:
+            self.wait()
+            before, between, after = self._marks
+            timings.forward_ns = int(before.elapsed_time(between) * 1e6)
+            timings.sample_ns = int(between.elapsed_time(after) * 1e6)
 
 
 @dataclass(slots=True)
@@ -105,8 +118,10 @@ class DeviceSteps:
             before, self._before = self._before, None
             self._settle(before)
 
-    def launch(self, rows: Rows, result: StepResult, on_launched: Callable[[], None]) -> Callable[[], StepResult]:
-        """Launches a step that wants only tokens; returns what waits for its result.
+    def launch(
+        self, rows: Rows, result: StepResult, on_launched: Callable[[], None], start_ns: int
+    ) -> Deferred[StepResult]:
+        """Launches a step that wants only tokens and was begun at start_ns.
 
         on_launched is called when the device has its work and the result of the step before is there.
         """
@@ -124,16 +139,19 @@ class DeviceSteps:
         launched = Launched(result, rows, positions, batch.generations[rows.slots], ids, largest, clock)
         batch.commit(rows, rows.num_sampled_tokens, np.zeros(len(positions), np.int32))
         self._before = launched
+        result.timings.prepare_ns = time.monotonic_ns() - start_ns
         if before is not None:
             self._settle(before)
         on_launched()
 
         def finish() -> StepResult:
             if not launched.is_settled:
-                self.settle()
+                if self._before is launched:
+                    self._before = None
+                self._settle(launched)
             return launched.result
 
-        return finish
+        return Deferred(finish, clock.is_passed)
 
     def _columns(self, rows: Rows, positions: Positions, before: Launched | None) -> list[npt.NDArray[np.generic]]:
         """What the device needs besides the model's inputs."""
@@ -198,5 +216,4 @@ class DeviceSteps:
         result = launched.result
         result.slots, result.token_ids = positions.slots[is_good], ids[is_good] if len(ids) else EMPTY_INT32
         result.num_tokens = np.ones(len(result.slots), np.int32)
-        if durations := launched.clock.durations_ns():
-            result.timings.forward_ns, result.timings.sample_ns = durations
+        launched.clock.set_durations(result.timings)

@@ -5,6 +5,7 @@ What a core that keeps two plans in flight can rely on:
 - Results come in the order of plans. The compute thread takes step N + 1 from its queue as soon as N has ended; the
   event loop, which reads plans and writes results, has no part in between. Where N + 1 is there by then, N's result
   leaves when N + 1 is prepared and its forward pass begins, a fraction of a millisecond later (see ComputeThread).
+  On a GPU N + 1 is launched while N runs, and N's result leaves when N has ended (see device_steps).
 - A plan is checked when its turn comes, against what the step before it left. A row of N + 1 starts at N's
   num_computed_tokens plus what N scheduled of it, and may count on the token that N samples though the core doesn't
   know it. A request that stopped in N is computed once more; its row's result is for the core to drop.
@@ -91,7 +92,7 @@ class ExecuteSession:
             wait_ns = time.monotonic_ns() - arrived_ns
             started = self._worker.start(plan, lambda: _await_mask(mask), self._compute.deliver)
             if isinstance(started, Deferred):
-                return Deferred(lambda: _waited(started.finish(), wait_ns))
+                return Deferred(lambda: _waited(started.finish(), wait_ns), started.is_ready)
             return _waited(started, wait_ns)
 
         self._queue(execute, key)

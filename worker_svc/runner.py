@@ -19,10 +19,11 @@ from worker_svc.batch import Batch, Rows
 from worker_svc.compute import Deferred
 from worker_svc.cuda_graphs import DecodeGraphs, Recorder
 from worker_svc.decode_programs import DecodePrograms
-from worker_svc.device_steps import DeviceSteps, wants_only_tokens
+from worker_svc.device_steps import Clock, DeviceSteps, wants_only_tokens
 from worker_svc.inputs import InputBuffers
 from worker_svc.kv_pool import KvPool
 from worker_svc.models.interface import ForwardBatch, Model
+from worker_svc.models.native import Decoder
 from worker_svc.sampler import NOT_NUMBERS, Sampled, logprob_columns, sample_rows, sampled_positions
 from worker_svc.sampling_state import PROMPT_LOGPROBS
 
@@ -59,7 +60,9 @@ class ModelRunner:
             is_device = model.device.type != "cpu" or is_interpreting()
         self._inputs = InputBuffers(batch, model.device, is_staged=is_device)
         self._forward: Callable[[ForwardBatch], torch.Tensor] = DecodePrograms(model, pool.caches)
-        if recorder is not None or (cuda_graphs and model.device.type == "cuda"):
+        # A model of transformers' may wait for the device somewhere, and a capture that fails can't be undone for sure.
+        is_capturable = model.device.type == "cuda" and isinstance(model, Decoder)
+        if recorder is not None or (cuda_graphs and is_capturable):
             sizes = {"max_num_seqs": batch.max_num_seqs, "max_model_len": batch.max_model_len}
             graphs = DecodeGraphs(model, pool.caches, **sizes, block_size=batch.block_size, recorder=recorder)
             graphs.capture_all()
@@ -128,15 +131,17 @@ class ModelRunner:
             result.timings = Timings(prepare_ns=time.monotonic_ns() - start_ns)
             return result
         if device_steps is not None:
-            finish = device_steps.launch(rows, result, on_prepared)
+            launched = device_steps.launch(rows, result, on_prepared, start_ns)
             self._num_phases += 1
-            result.timings.prepare_ns = time.monotonic_ns() - start_ns
-            return Deferred(finish)
+            return launched
         inputs = self._inputs.build(rows)
         self._num_phases += 1
         prepared_ns = time.monotonic_ns()
         on_prepared()
+        clock = Clock(self.model.device)
+        clock.mark()
         hidden = self._forward(inputs)
+        clock.mark()
         self._num_phases += 1
         forward_ns = time.monotonic_ns()
         bytes_left = MAX_LOGPROB_BYTES
@@ -145,12 +150,14 @@ class ModelRunner:
             result.prompt_logprobs, errors, bytes_left = self._prompt_logprobs(rows, inputs, hidden)
         mask = self._grammar_mask(plan, rows, await_grammar_mask)
         sampled = self._sample(rows, inputs, hidden, mask, bytes_left)
+        clock.mark()
         self._commit(rows, sampled, errors, result)
         result.timings = Timings(
             prepare_ns=prepared_ns - start_ns,
             forward_ns=forward_ns - prepared_ns,
             sample_ns=time.monotonic_ns() - forward_ns,
         )
+        clock.set_durations(result.timings)
         return result
 
     def _known_errors(self, plan: StepPlan) -> dict[int, str]:

@@ -281,33 +281,35 @@ class Worker:
         if self._device_error:
             raise InternalError(f"the device failed, the worker must be started again: {self._device_error}")
         self._check_order(plan)
+        is_idle = self._step_ended_ns and not self.step_started_ns
         self.step_started_ns = started_ns = time.monotonic_ns()
-        idle_ns = started_ns - self._step_ended_ns if self._step_ended_ns else 0
+        idle_ns = started_ns - self._step_ended_ns if is_idle else 0
         try:
-            result = runner.start(plan, await_grammar_mask, on_prepared)
+            started = runner.start(plan, await_grammar_mask, on_prepared)
         except BaseException:
             self._failed_step = plan.step
             self._end_step(started_ns)
             raise
         self.step, self._failed_step = plan.step, 0
         self._num_steps += 1
-        if not isinstance(result, Deferred):
-            result.timings.idle_ns = idle_ns
+        if not isinstance(started, Deferred):
+            started.timings.idle_ns = idle_ns
             self._end_step(started_ns)
-            return result
-        launched = result
+            return started
 
         def finish() -> StepResult:
             # Only a device that has failed raises here, and it fails in every later step too.
             try:
-                return launched.finish()
+                result = started.finish()
+                result.timings.idle_ns = idle_ns
+                return result
             except Exception as error:
                 self._device_error = f"{type(error).__name__}: {error}"
                 raise InternalError(f"the device failed: {self._device_error}") from error
             finally:
                 self._end_step(started_ns)
 
-        return Deferred(finish)
+        return Deferred(finish, started.is_ready)
 
     def _end_step(self, started_ns: int) -> None:
         """A step has ended; the next one may have been launched already."""

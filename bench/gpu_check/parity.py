@@ -174,10 +174,11 @@ def run(setting: Setting) -> list[Row]:
     futures = {pool.submit(check, setting, task): task for task in every}
     wait(futures, timeout=max(setting.seconds_left(), 1.0))
     for future, task in futures.items():
-        if future.done():
+        if future.done() and (error := future.exception()) is None:
             rows += future.result()
         else:
-            rows.append(_row(task[0], task[1], "not done in time", 0, float("inf"), 0.0))
+            text = f"{type(error).__name__}: {error}" if future.done() else "not done in time"
+            rows.append(_row(task[0], task[1], text, 0, float("inf"), 0.0))
     processes = list((pool._processes or {}).values())
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:

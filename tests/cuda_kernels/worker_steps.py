@@ -2,7 +2,7 @@
 
     python -m tests.cuda_kernels.worker_steps FOLDER [FOLDER ...]
 
-One line of JSON: per model the token ids of every request, their log-probabilities, and what the KV caches look like.
+One line of JSON: per model the token ids of every request, log-probabilities, and which way the steps went.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import json
 import sys
 from typing import Any
 
+from kernels.dispatch import is_interpreting
 from pagewire.sampling import SamplingParams
-from tests.worker.mini_core import GREEDY, MiniCore, Req, request
+from tests.worker.calls_again import CallsAgain
+from tests.worker.mini_core import MiniCore, Req, request
+from worker_svc.runner import ModelRunner
 from worker_svc.worker import Worker
 
 BLOCK_SIZE, NUM_BLOCKS, VOCAB_SIZE = 4, 40, 61
@@ -52,20 +55,24 @@ def run(folder: str) -> dict[str, Any]:
     worker.initialize_cache(
         epoch=1, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_num_seqs=8, max_num_batched_tokens=32
     )
+    assert worker._loaded is not None and worker._runner is not None
+    recorder = CallsAgain()
+    if is_interpreting():  # decode steps as CUDA runs them, with padding
+        runner = worker._runner
+        worker._runner = ModelRunner(worker._loaded.model, runner.pool, runner.batch, recorder=recorder)
     core = MiniCore(worker.execute, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
     core.free_slots = list(range(8))
     live = requests()
     steps(core, live)
-    assert worker._runner is not None
     key_cache = list.__getitem__(worker._runner.pool.caches, 0)[0]
     return {
         "token_ids": [req.output for req in live],
         "errors": [req.error for req in live],
         "logprobs": [columns.logprobs.tolist() for columns in live[4].logprobs],
         "cache_dims": key_cache.dim(),
+        "num_replays": recorder.num_replays,
     }
 
 
 if __name__ == "__main__":
-    assert GREEDY.temperature == 0.0
     print(json.dumps([run(folder) for folder in sys.argv[1:]]))

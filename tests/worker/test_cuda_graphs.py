@@ -1,7 +1,4 @@
-"""Padded decode batches: which size, what the padding changes, and when Python runs the model after all.
-
-The recorder of these tests calls the model again on the graph's own static buffers, as a graph's replay does.
-"""
+"""Padded decode batches: which size, what the padding changes, and when Python runs the model after all."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.worker.calls_again import CallsAgain
 from tests.worker.conftest import BLOCK_SIZE, make_runner
 from tests.worker.mini_core import GREEDY, MiniCore, request
 from tests.worker.test_device_steps import SAMPLED
@@ -20,24 +18,6 @@ from worker_svc.kv_pool import KvPool, allocate_pool
 from worker_svc.models.interface import ForwardBatch
 
 NUM_BLOCKS = 40
-
-
-class CallsAgain:
-    """In place of CUDA graphs; counts what was recorded and how often it ran."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.num_replays = 0
-
-    def record(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        output = run().clone()
-        self.sizes.append(len(output))
-
-        def replay() -> None:
-            self.num_replays += 1
-            output.copy_(run())
-
-        return replay, output
 
 
 class CannotRecord:

@@ -14,7 +14,9 @@ from tests.worker.conftest import BLOCK_SIZE, NUM_BLOCKS, make_runner
 from tests.worker.mini_core import GREEDY, MiniCore, request
 from tests.worker.tiny_model import POISON
 from worker_svc.compute import ComputeThread, Deferred
+from worker_svc.device_steps import Clock
 from worker_svc.staging import Staging, packed_bytes
+from worker_svc.worker import Worker
 
 PROMPT = [5, 17, 3, 88, 41, 9, 2, 60]
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=2**63 + 77)
@@ -138,6 +140,28 @@ def test_a_step_that_fails_leaves_the_one_in_flight_alone(device) -> None:
     assert by_slot(finish(ahead(device, [(req, 1)])))[req.slot] == expected[1]
 
 
+def test_a_device_that_fails_fails_every_later_step(tiny, monkeypatch) -> None:
+    monkeypatch.setattr("worker_svc.runner.is_interpreting", lambda: True)
+    worker = Worker(num_threads=1)
+    worker.load_model(tiny, load_format="dummy")
+    worker.initialize_cache(epoch=1, block_size=4, num_blocks=50, max_num_seqs=8, max_num_batched_tokens=64)
+    core, req = MiniCore(worker.start, num_blocks=50, block_size=4), request(PROMPT)
+    core.free_slots = list(range(8))
+    first = ahead(core, [(req, 8)])
+
+    def wait(clock) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(Clock, "wait", wait)
+    with pytest.raises(InternalError, match="illegal memory access"):
+        ahead(core, [(req, 1)])
+    with pytest.raises(InternalError, match="the device failed: RuntimeError: an illegal memory access"):
+        finish(first)
+    with pytest.raises(InternalError, match="must be started again"):
+        ahead(core, [(req, 1)])
+    assert worker.step_started_ns == 0
+
+
 def test_min_tokens_wait_only_until_they_are_there(device) -> None:
     req = request(PROMPT, SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(3, 50)))
     kinds = [isinstance(ahead(device, [(req, n)]), Deferred) for n in (8, 1, 1, 1)]
@@ -166,6 +190,28 @@ def test_a_deferred_value_is_finished_when_it_is_handed_out() -> None:
     assert blocker.result(10) and first.result(10) == 7 and after.result(10) is None
     assert isinstance(failing.exception(10), ZeroDivisionError)
     assert seen == ["gate", "second", "finished"]
+    assert compute.close(5.0)
+
+
+def test_a_call_that_comes_while_a_value_is_on_its_way_runs_at_once() -> None:
+    compute, seen, is_there = ComputeThread(), [], threading.Event()
+
+    def wait() -> str:
+        seen.append("waited")
+        return "value"
+
+    first = compute.submit(lambda: Deferred(wait, is_there.is_set))
+    # The thread has no other work: were it to wait for the value now, the next call would run behind it.
+    second = compute.submit(lambda: seen.append("second") or Deferred(lambda: "next"), delivers=True)
+    deadline = threading.Event()
+    while not seen and not deadline.wait(0.005):
+        pass
+    assert seen[0] == "second" and second.result(10) == "next"
+    assert first.result(10) == "value" and seen == ["second", "waited"]
+    third = compute.submit(lambda: Deferred(wait, is_there.is_set))
+    assert not third.done()
+    is_there.set()
+    assert third.result(10) == "value"
     assert compute.close(5.0)
 
 

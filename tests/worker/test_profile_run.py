@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagewire.errors import InvalidArgumentError
+from pagewire.errors import InvalidArgumentError, UnimplementedError
 from tests.worker.conftest import BLOCK_SIZE
 from tests.worker.tiny_model import MAX_MODEL_LEN, TinyModel
+from worker_svc.kv_pool import allocate_pool
 from worker_svc.memory import device_named
+from worker_svc.models.interface import KvCacheSpec
 from worker_svc.profile_run import GRAPH_BYTES, kv_budget_bytes, run_largest_step
 from worker_svc.worker import Worker
 
@@ -43,6 +45,14 @@ def test_the_budget_is_the_share_less_what_is_used_and_what_a_step_takes() -> No
     assert budget == 90 * GIB - 30 * GIB - 5 * GIB - GRAPH_BYTES
     with pytest.raises(InvalidArgumentError, match=r"gpu_memory_utilization.*0\.3.*leaves nothing.*lower max_num"):
         kv_budget_bytes(total=100 * GIB, free=70 * GIB, step_bytes=5 * GIB, utilization=0.3)
+
+
+def test_8_bit_kv_is_for_devices() -> None:
+    sizes = {"block_size": 4, "num_blocks": 3, "memory_bytes": 0, "most_blocks": 9}
+    with pytest.raises(UnimplementedError, match="'fp8_e4m3' is not served on cpu: float32, bfloat16, float16 are"):
+        allocate_pool([KvCacheSpec(2, 16)], dtype="fp8_e4m3", device=torch.device("cpu"), **sizes)
+    pool = allocate_pool([KvCacheSpec(2, 16)], dtype="fp8_e4m3", device=torch.device("meta"), **sizes)
+    assert pool.bytes_per_block == 2 * 4 * 2 * 16
 
 
 def test_devices_that_are_not_there_are_named() -> None:
