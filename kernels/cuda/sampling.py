@@ -50,7 +50,18 @@ def sample(logits: torch.Tensor, draws: Draws, capacity: int = CAPACITY) -> torc
     found = (segment_largest, work, segment_best, segment_tokens)
     lists = (list_scaled, list_tokens, capacity)
     collect[grid](*head, segment_size, *columns, *found, *lists, BLOCK=BLOCK, **EXACT)
-    narrow[grid](*head, segment_size, truncation[0], truncation[2], segment_largest, work, *lists, BLOCK=BLOCK, **EXACT)
+    narrow[grid](
+        *head,
+        segment_size,
+        truncation[0],
+        truncation[2],
+        segment_largest,
+        work,
+        *lists,
+        BLOCK=BLOCK,
+        num_warps=8,
+        **EXACT,
+    )
     choose[(rows,)](*head, num_segments, *columns, *found, *lists, out, BLOCK=BLOCK, num_warps=8, **EXACT)
     return out
 
@@ -77,7 +88,7 @@ _TYPES = {
 def variants() -> list[Variant]:
     """Logits are always float32."""
     aligned = frozenset({"stride", "vocab_size", "segment_size", "capacity"})
-    kernels = (("survey", survey, 4), ("collect", collect, 4), ("narrow", narrow, 4), ("choose", choose, 8))
+    kernels = (("survey", survey, 4), ("collect", collect, 4), ("narrow", narrow, 8), ("choose", choose, 8))
     return [
         Variant(
             f"sample {name}",

@@ -130,7 +130,7 @@ def _limit(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def choose(
+def choose(  # type: ignore[no-untyped-def]
     logits,
     stride,
     vocab_size,
@@ -151,7 +151,7 @@ def choose(
     capacity,
     out,
     BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """One token per row, int64; 0 where no token can be drawn, so that it is a token whatever the logits were."""
     row = tl.program_id(0).to(tl.int64)
     temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)

@@ -32,9 +32,9 @@ WORK_WORDS = tl.constexpr(2 * NUM_BINS.value + 10)
 
 
 @triton.jit
-def survey(
+def survey(  # type: ignore[no-untyped-def]
     logits, stride, vocab_size, segment_size, temperatures, top_ks, top_ps, segment_largest, work, BLOCK: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """The largest logit of each segment; for rows with a threshold to search, how many logits each bin has."""
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     needs_bins = is_truncated(tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row), vocab_size)
@@ -162,7 +162,7 @@ def _draw_segment(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def collect(
+def collect(  # type: ignore[no-untyped-def]
     logits,
     stride,
     vocab_size,
@@ -182,7 +182,7 @@ def collect(
     list_tokens,
     capacity,
     BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Lists the candidates of rows with a threshold to search; draws from the segments of all others.
 
     A row with more candidates than a list holds is wide if it has top-p alone: `narrow` lists them.
@@ -233,7 +233,7 @@ def collect(
 
 
 @triton.jit
-def narrow(
+def narrow(  # type: ignore[no-untyped-def]
     logits,
     stride,
     vocab_size,
@@ -246,7 +246,7 @@ def narrow(
     list_tokens,
     capacity,
     BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Lists the tokens of wide rows that lie in the fine bins of the threshold, and sums the weight before them."""
     row, segment, num_segments = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     work += row * WORK_WORDS
