@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.cuda.attention_reduce import reduce_segments
-from kernels.cuda.attention_rows import LOG2_E, find_row, walk
+from kernels.cuda.attention_rows import LOG2_E, factors, find_tile, span, walk
 from kernels.cuda.tiles import Shape, Tiles, device_of, tiles
 from kernels.kv_layout import block_size_of, num_kv_heads_of, value_size_of
 
@@ -35,12 +35,8 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     """What is None is left out when compiling. Strides are in numbers; the last dimension's is 1."""
     # A sequence's last tiles see most keys: they begin first.
     place = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
-    segment = tl.program_id(2)
-    row = find_row(query_start_loc, num_rows, place, QUERIES)
-    start = tl.load(query_start_loc + row)
-    query_len = tl.load(query_start_loc + row + 1) - start
-    first_query = (place - start // QUERIES - row) * QUERIES
+    kv_head, segment = tl.program_id(1), tl.program_id(2)
+    row, start, query_len, first_query = find_tile(query_start_loc, num_rows, place, QUERIES)
     if first_query >= query_len:
         return
     seq_len = tl.load(seq_lens + row)
@@ -58,32 +54,10 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
     first_position = seq_len - query_len + first_query
     last_position = seq_len - query_len + tl.minimum(first_query + QUERIES, query_len) - 1
     positions = first_position + pairs // GROUPS
-    first = 0
-    limit = tl.maximum(last_position + 1, 0)
-    num_open = tl.maximum(first_position + 1, 0) // KEYS  # tiles that every query of this program sees whole
-    if window is not None:
-        first = tl.maximum(first_position - window + 1, 0)
-        num_open = 0
-    begin = first // KEYS
-    end = tl.cdiv(limit, KEYS)
-    if SEGMENTS > 1:
-        per_segment = tl.cdiv(tl.maximum(end - begin, 0), SEGMENTS)
-        begin += segment * per_segment
-        end = tl.minimum(begin + per_segment, end)
-
-    score_scale = scale
-    result_scale = 1.0
-    if key_cache.dtype.element_ty == tl.uint8:
-        score_scale *= 256.0
-        result_scale *= 256.0
-    if key_scale is not None:
-        score_scale *= tl.load(key_scale + kv_head * key_scale_head)
-    if value_scale is not None:
-        result_scale *= tl.load(value_scale + kv_head * value_scale_head)
-    if softcap is None:
-        score_scale *= LOG2_E
-    else:
-        score_scale /= softcap
+    first, limit, begin, end, num_open = span(first_position, last_position, window, segment, KEYS, SEGMENTS)
+    score_scale, result_scale = factors(
+        key_cache, key_scale, value_scale, scale, softcap, kv_head, key_scale_head, value_scale_head
+    )
     slopes = None
     if alibi_slopes is not None:
         slopes = tl.load(alibi_slopes + head, is_row, 0.0) * LOG2_E
@@ -95,8 +69,7 @@ def paged_attention_kernel(  # type: ignore[no-untyped-def]
         total += 1.0
         highest = tl.load(sinks + head, is_row, float("-inf")) * LOG2_E
     table = block_tables + row.to(tl.int64) * table_row
-    keys = key_cache + kv_head * key_head
-    values = value_cache + kv_head * value_head
+    keys, values = key_cache + kv_head * key_head, value_cache + kv_head * value_head
     result, total, highest = walk(
         result, total, highest, queries, positions, slopes, score_scale, softcap, window, table, keys, values,
         key_block, key_slot, value_block, value_slot, begin, tl.minimum(end, num_open), first, limit,
@@ -164,7 +137,8 @@ def paged_attention(
     grid = (-(-num_tokens // cut.queries) + num_rows, num_kv_heads, cut.segments)
     paged_attention_kernel[grid](
         out, lse, partial, partial_lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_tables,
-        _float32(sinks), _float32(alibi_slopes), *scales, float(scale), softcap, sliding_window, num_rows, num_heads,
+        _float32(sinks), _float32(alibi_slopes), *scales,
+        float(scale), None if softcap is None else float(softcap), sliding_window, num_rows, num_heads,
         *out.stride()[:2], *query.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3],
         block_tables.stride(0), *(0 if x is None else x.stride(0) for x in scales),
         HEAD_SIZE=head_size, VALUE_SIZE=value_size, HEAD_PADDED=padded(head_size), VALUE_PADDED=padded(value_size),

@@ -9,8 +9,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def find_row(query_start_loc, num_rows, place, QUERIES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The row whose tiles hold `place`: row r's begin at query_start_loc[r] // QUERIES + r, which needs no table."""
+def find_tile(query_start_loc, num_rows, place, QUERIES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row whose tiles hold `place`, its first token, its number of tokens, and which of them the tile begins with.
+
+    Row r's tiles begin at query_start_loc[r] // QUERIES + r, which needs no table; the last may lie after its tokens.
+    """
     low = 0
     high = num_rows
     while low < high:
@@ -19,7 +22,53 @@ def find_row(query_start_loc, num_rows, place, QUERIES: tl.constexpr):  # type: 
             low = middle + 1
         else:
             high = middle
-    return low - 1
+    row = low - 1
+    start = tl.load(query_start_loc + row)
+    query_len = tl.load(query_start_loc + row + 1) - start
+    return row, start, query_len, (place - start // QUERIES - row) * QUERIES
+
+
+@triton.jit
+def span(  # type: ignore[no-untyped-def]
+    first_position, last_position, window, segment, KEYS: tl.constexpr, SEGMENTS: tl.constexpr
+):
+    """What queries at these positions see: keys first..limit, in tiles begin..end of this segment.
+
+    Also how many tiles, counted from the sequence's first, every query sees whole: they need no masks.
+    """
+    limit = tl.maximum(last_position + 1, 0)
+    if window is None:
+        first = 0
+        num_open = tl.maximum(first_position + 1, 0) // KEYS
+    else:
+        first = tl.maximum(first_position - window + 1, 0)
+        num_open = 0
+    begin = first // KEYS
+    end = tl.cdiv(limit, KEYS)
+    if SEGMENTS > 1:
+        per_segment = tl.cdiv(tl.maximum(end - begin, 0), SEGMENTS)
+        begin += segment * per_segment
+        end = tl.minimum(begin + per_segment, end)
+    return first, limit, begin, end, num_open
+
+
+@triton.jit
+def factors(key_cache, key_scale, value_scale, scale, softcap, kv_head, key_scale_head, value_scale_head):  # type: ignore[no-untyped-def]
+    """What products with keys, and results, are multiplied by: scores then count in powers of two, or in caps."""
+    score_scale = scale
+    result_scale = 1.0
+    if key_cache.dtype.element_ty == tl.uint8:
+        score_scale *= 256.0
+        result_scale *= 256.0
+    if key_scale is not None:
+        score_scale *= tl.load(key_scale + kv_head * key_scale_head)
+    if value_scale is not None:
+        result_scale *= tl.load(value_scale + kv_head * value_scale_head)
+    if softcap is None:
+        score_scale *= LOG2_E
+    else:
+        score_scale /= softcap
+    return score_scale, result_scale
 
 
 @triton.jit
