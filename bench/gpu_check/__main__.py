@@ -10,6 +10,7 @@ Needs torch, triton, numpy and transformers, and this repository with its folder
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import platform
 import secrets
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from bench.gpu_check.setting import Setting
 
 SECTIONS = ("parity", "decode", "prefill", "small", "steps", "flex")
-MAX_SECONDS = 450.0
+MAX_SECONDS, _GRACE_S = 450.0, 25.0
 _SHARES = {"parity": 0.45, "decode": 0.30, "prefill": 0.15, "small": 0.12, "steps": 0.30, "flex": 1.0}
 """Most of what is left at its start that a section may take; what it does not need is the next one's."""
 
@@ -137,6 +138,8 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     if options.dry_run:
         os.environ["PAGEWIRE_KERNELS"] = "interpreter"  # before kernels are imported
+    # A kernel that hangs can't be interrupted: what was saved until then stays.
+    faulthandler.dump_traceback_later(options.seconds + _GRACE_S, exit=True)
     setting, notes = new_setting(options), list[str]()
     from bench.gpu_check.report import write
 
@@ -154,6 +157,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"note: {note}")
     save(found)
     print(f"written to {options.out}")
+    faulthandler.cancel_dump_traceback_later()
     has_failed = bars[0].is_met is False or (setting.is_dry and bool(notes))
     return 1 if has_failed else 0
 
