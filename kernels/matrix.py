@@ -67,6 +67,11 @@ def cpu_gated_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None 
     return activation.torch_silu_and_mul(torch_linear(x, weight, bias))
 
 
+def cuda_gated_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """See `reference_gated`."""
+    return activation.cuda_silu_and_mul(torch_linear(x, _plain(weight), bias))
+
+
 def reference_logits(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """x @ weight.T as float32 [num_rows, out_features]; whether it was rounded to x's type between is left open."""
     return reference(x, weight).float()

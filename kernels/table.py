@@ -31,7 +31,7 @@ rotate_and_write_kv = Operation(
     rotary_write.reference, cpu=rotary_write.cpu_rotate_and_write_kv, cuda=rotary_write.cuda_rotate_and_write_kv
 )
 linear = Operation(matrix.reference, cpu=matrix.cpu_linear)
-gated_linear = Operation(matrix.reference_gated, cpu=matrix.cpu_gated_linear)
+gated_linear = Operation(matrix.reference_gated, cpu=matrix.cpu_gated_linear, cuda=matrix.cuda_gated_linear)
 logits = Operation(matrix.reference_logits, cpu=matrix.cpu_logits)
 embedding = Operation(matrix.reference_embedding, cpu=matrix.cpu_embedding)
 silu_and_mul = Operation(activation.reference, cpu=activation.torch_silu_and_mul, cuda=activation.cuda_silu_and_mul)

@@ -1,7 +1,7 @@
 """What a kernel is compiled for, and what a compilation costs: checked for every kernel without a GPU.
 
-    python -m kernels.cuda.variant            compiles all variants and compares them with resources.csv
-    python -m kernels.cuda.variant --write    writes resources.csv anew
+python -m kernels.cuda.variant            compiles all variants and compares them with resources.csv
+python -m kernels.cuda.variant --write    writes resources.csv anew
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Variant:
         signature = {name: "constexpr" if name in self.constants else self.types[name] for name in names}
         is_aligned = {n for n in names if signature[n].startswith("*") or n in self.aligned}
         attributes = {(i,): [_ALIGNED] for i, name in enumerate(names) if name in is_aligned}
-        source = ASTSource(self.kernel, signature, {(names.index(n),): v for n, v in self.constants.items()}, attributes)
+        constants = {(names.index(name),): value for name, value in self.constants.items()}
+        source = ASTSource(self.kernel, signature, constants, attributes)
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         return _resources_of(compiled.asm["cubin"], compiled.metadata.shared)
