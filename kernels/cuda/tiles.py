@@ -145,7 +145,8 @@ def _stages(shape: Shape, capability: int, rows: int, keys: int) -> int:
     # Hopper's products of 64 rows run while the next begins, and keep their tile for longer.
     if capability >= 90 and rows >= 64:
         fixed += tile
-    return 5 if fixed + 2 * tile <= room else 3 if fixed + tile <= room else 1
+    # In float32 both operands are in registers as well, and a second tile under way spills.
+    return 5 if shape.compute_bytes < 4 and fixed + 2 * tile <= room else 3 if fixed + tile <= room else 1
 
 
 def _segments(num_programs: int, programs_wanted: int, max_keys: int) -> int:
