@@ -116,18 +116,18 @@ def _decode_keys(shape: Shape) -> int:
 def _prefill(shape: Shape, capability: int, rows_per_sequence: int) -> tuple[int, int, int]:
     """Rows, keys and warps; 128 rows of 8 warps leave the scores, the sums and the result room in registers.
 
-    Batches that are mostly decodes take half the rows: the others would be padding. Wide heads do so on a GPU where
-    the queries alone would take most of the shared memory.
+    Batches that are mostly decodes take half the rows: the others would be padding. Wide heads do so too where the
+    queries alone would take most of the shared memory, or the products' operands the registers.
     """
     widest = _widest(shape)
     least = _power_of_two(max(MIN_ROWS, shape.groups))
     if shape.compute_bytes == 4:
         return max(least, 32 if widest <= 64 else 16), 32, 4
-    is_small = widest > 128 and capability not in _SHARED_BYTES
-    rows = max(64 if is_small or rows_per_sequence < 128 else 128, least)
+    is_large = widest > 128 and (capability < 90 or capability not in _SHARED_BYTES)
+    rows = max(64 if is_large or rows_per_sequence < 128 else 128, least)
     num_warps = 8 if rows >= 128 or widest > 128 else 4
-    # Before Hopper a product's operands lie in registers, where four warps have no room for more keys.
-    is_tight = capability < 90 and num_warps == 4 and widest > 64
+    # Before Hopper a product's operands lie in registers, where four warps, or a conversion, leave no room for more.
+    is_tight = capability < 90 and widest > 64 and (num_warps == 4 or shape.cache_bytes < shape.compute_bytes)
     return rows, 32 if widest > 128 or is_tight else 64, num_warps
 
 
@@ -145,7 +145,8 @@ def _stages(shape: Shape, capability: int, rows: int, keys: int) -> int:
     # Hopper's products of 64 rows run while the next begins, and keep their tile for longer.
     if capability >= 90 and rows >= 64:
         fixed += tile
-    return 5 if fixed + 2 * tile <= room else 3 if fixed + tile <= room else 1
+    # In float32 both operands are in registers as well, and a second tile under way spills.
+    return 5 if shape.compute_bytes < 4 and fixed + 2 * tile <= room else 3 if fixed + tile <= room else 1
 
 
 def _segments(num_programs: int, programs_wanted: int, max_keys: int) -> int:
