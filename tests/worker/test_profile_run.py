@@ -6,12 +6,14 @@ import pytest
 import torch
 
 from pagewire.errors import InvalidArgumentError, UnimplementedError
+from pagewire.runtime.settings import parse_settings
 from tests.worker.conftest import BLOCK_SIZE
 from tests.worker.tiny_model import MAX_MODEL_LEN, TinyModel
 from worker_svc.kv_pool import allocate_pool
 from worker_svc.memory import device_named
 from worker_svc.models.interface import KvCacheSpec
 from worker_svc.profile_run import GRAPH_BYTES, kv_budget_bytes, run_largest_step
+from worker_svc.settings import WorkerSettings
 from worker_svc.worker import Worker
 
 GIB = 2**30
@@ -64,3 +66,10 @@ def test_devices_that_are_not_there_are_named() -> None:
         Worker(device=beyond)
     with pytest.raises(InvalidArgumentError, match=r"gpu_memory_utilization.*1\.5.*\(0, 1\]"):
         Worker(gpu_memory_utilization=1.5)
+
+
+def test_flags_of_a_worker() -> None:
+    settings = parse_settings(WorkerSettings, "worker", ["--no-cuda-graphs", "--gpu-memory-utilization=0.5"])
+    assert (settings.cuda_graphs, settings.gpu_memory_utilization) == (False, 0.5)
+    defaults = parse_settings(WorkerSettings, "worker", [])
+    assert (defaults.cuda_graphs, defaults.gpu_memory_utilization) == (True, 0.9)
