@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -174,10 +175,15 @@ def cpu_paged_attention(
     module = compiled("attention")
     attend: Callable[..., torch.Tensor] = torch_paged_attention
     args = query, key_cache, value_cache, query_start_loc, seq_lens, block_tables
-    options = {"sliding_window": sliding_window, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
+    options: dict[str, Any] = {
+        "sliding_window": sliding_window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+    }
     extra = {"key_scale": key_scale, "value_scale": value_scale, "lse": lse}
     if any(x is not None for x in extra.values()):
-        return torch_paged_attention(*args, scale, **options, **extra, out=out)  # type: ignore[arg-type]
+        return torch_paged_attention(*args, scale, **options, **extra, out=out)
     if module is not None and module.can_attend(*args) and (out is None or out.stride(-1) == 1):
         attend = module.paged_attention
     return attend(*args, scale, **options, out=out)

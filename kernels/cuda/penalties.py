@@ -131,6 +131,7 @@ def variants() -> list[Variant]:
             kernel,
             {n: types[n] for n in kernel.arg_names if n in types},
             {"BLOCK": MASK_BLOCK if kernel is _bitmask else BLOCK},
+            fp_fusion=False,
             aligned=frozenset({"stride", "vocab_size"} & set(kernel.arg_names)),
         )
         for name, kernel in kernels.items()

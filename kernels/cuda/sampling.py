@@ -96,6 +96,7 @@ def variants() -> list[Variant]:
             {n: _TYPES[n] for n in kernel.arg_names if n in _TYPES},
             {"BLOCK": BLOCK},
             num_warps,
+            fp_fusion=False,
             aligned=aligned & set(kernel.arg_names),
         )
         for name, kernel, num_warps in kernels

@@ -44,6 +44,8 @@ class Variant:
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 2
+    fp_fusion: bool = True
+    """Whether a product and a sum may be rounded once; as it is launched."""
     aligned: frozenset[str] = field(default_factory=frozenset)
     """Integers that are multiples of 16; pointers always are."""
     capabilities: tuple[int, ...] = CAPABILITIES
@@ -56,7 +58,7 @@ class Variant:
         attributes = {(i,): [_ALIGNED] for i, name in enumerate(names) if name in is_aligned}
         constants = {(names.index(name),): value for name, value in self.constants.items()}
         source = ASTSource(self.kernel, signature, constants, attributes)
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": self.fp_fusion}
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         return _resources_of(compiled.asm["cubin"], compiled.metadata.shared)
 
