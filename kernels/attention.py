@@ -7,8 +7,8 @@ depends on that row alone, so that what else is in the batch does not change a r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -172,15 +172,18 @@ def cpu_paged_attention(
 ) -> torch.Tensor:
     """See `reference`. A row's output depends on nothing but its query and keys, bit by bit; see kernels/cpu."""
     module = compiled("attention")
-    attend: Callable[..., torch.Tensor] = torch_paged_attention
-    args = query, key_cache, value_cache, query_start_loc, seq_lens, block_tables
-    options = {"sliding_window": sliding_window, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
-    extra = {"key_scale": key_scale, "value_scale": value_scale, "lse": lse}
-    if any(x is not None for x in extra.values()):
-        return torch_paged_attention(*args, scale, **options, **extra, out=out)  # type: ignore[arg-type]
-    if module is not None and module.can_attend(*args) and (out is None or out.stride(-1) == 1):
-        attend = module.paged_attention
-    return attend(*args, scale, **options, out=out)
+    args = query, key_cache, value_cache, query_start_loc, seq_lens, block_tables, scale
+    options: dict[str, Any] = {
+        "sliding_window": sliding_window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+        "out": out,
+    }
+    is_plain = key_scale is None and value_scale is None and lse is None and (out is None or out.stride(-1) == 1)
+    if is_plain and module is not None and module.can_attend(*args[:-1]):
+        return module.paged_attention(*args, **options)
+    return torch_paged_attention(*args, **options, key_scale=key_scale, value_scale=value_scale, lse=lse)
 
 
 def cuda_paged_attention(
