@@ -130,6 +130,7 @@ def merge_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call
         outs = [randn(generator, num_tokens, num_heads, value_size, dtype=dtype) for _ in range(2)]
         logs = [randn(generator, num_tokens, num_heads, dtype=torch.float32) * 9 for _ in range(2)]
         yield Call([outs[0], logs[0], outs[1], logs[1]])
+        outs, logs = [x.clone() for x in outs], [x.clone() for x in logs]
         for part in range(2):  # one of the two has no keys, and anything in its output
             outs[part][part::2], logs[part][part::2] = torch.nan, -torch.inf
         yield Call([outs[0], logs[0], outs[1], logs[1]])
