@@ -172,33 +172,18 @@ def cpu_paged_attention(
 ) -> torch.Tensor:
     """See `reference`. A row's output depends on nothing but its query and keys, bit by bit; see kernels/cpu."""
     module = compiled("attention")
-<<<<<<< HEAD
-    attend: Callable[..., torch.Tensor] = torch_paged_attention
-    args = query, key_cache, value_cache, query_start_loc, seq_lens, block_tables
-=======
     args = query, key_cache, value_cache, query_start_loc, seq_lens, block_tables, scale
->>>>>>> g1
     options: dict[str, Any] = {
         "sliding_window": sliding_window,
         "softcap": softcap,
         "sinks": sinks,
         "alibi_slopes": alibi_slopes,
-<<<<<<< HEAD
-    }
-    extra = {"key_scale": key_scale, "value_scale": value_scale, "lse": lse}
-    if any(x is not None for x in extra.values()):
-        return torch_paged_attention(*args, scale, **options, **extra, out=out)
-    if module is not None and module.can_attend(*args) and (out is None or out.stride(-1) == 1):
-        attend = module.paged_attention
-    return attend(*args, scale, **options, out=out)
-=======
         "out": out,
     }
     is_plain = key_scale is None and value_scale is None and lse is None and (out is None or out.stride(-1) == 1)
     if is_plain and module is not None and module.can_attend(*args[:-1]):
         return module.paged_attention(*args, **options)
     return torch_paged_attention(*args, **options, key_scale=key_scale, value_scale=value_scale, lse=lse)
->>>>>>> g1
 
 
 def cuda_paged_attention(
