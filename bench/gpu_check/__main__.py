@@ -137,7 +137,8 @@ def main(argv: Sequence[str]) -> int:
     """See the module; returns the exit status."""
     options = parse(argv)
     if options.dry_run:
-        os.environ["PAGEWIRE_KERNELS"] = "interpreter"  # before kernels are imported
+        # Both before triton is imported: it decorates functions of its own then.
+        os.environ |= {"PAGEWIRE_KERNELS": "interpreter", "TRITON_INTERPRET": "1"}
     # A kernel that hangs can't be interrupted: what was saved until then stays.
     faulthandler.dump_traceback_later(options.seconds + _GRACE_S, exit=True)
     setting, notes = new_setting(options), list[str]()

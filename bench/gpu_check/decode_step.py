@@ -32,7 +32,7 @@ _NUM_STEPS, _NUM_WARM_UP_STEPS = 40, 8
 
 
 def _config(is_dry: bool) -> DecoderConfig:
-    sizes = (61, 32, 48, 2, 4, 2, 16) if is_dry else (128256, 4096, 14336, 32, 32, 8, 128)
+    sizes = (61, 32, 48, 1, 4, 2, 16) if is_dry else (128256, 4096, 14336, 32, 32, 8, 128)
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_size")
     return DecoderConfig(
         **dict(zip(names, sizes, strict=True)),
@@ -169,7 +169,7 @@ def run(setting: Setting) -> list[Row]:
     setting.require(20)
     model = build_model(setting)
     context, max_model_len = (9, 64) if setting.is_dry else (CONTEXT, MAX_MODEL_LEN)
-    batches = (1, 3) if setting.is_dry else BATCHES
+    batches = (3,) if setting.is_dry else BATCHES
     width = -(-(context + 5 * _NUM_STEPS) // BLOCK_SIZE) if not setting.is_dry else 4
     pool = allocate_pool(
         model.kv_cache_specs(),

@@ -58,7 +58,7 @@ def test_token_ids_are_those_of_the_cpu(folders: list[str]) -> None:
     for name, mine, others in zip(CONFIGS, got, expected, strict=True):
         assert mine["errors"] == [""] * 5, name
         assert (mine["cache_dims"], others["cache_dims"]) == (4, 5), "the one has CUDA's layout, the other the CPU's"
-        assert mine["num_replays"] >= 3 and others["num_replays"] == 0
+        assert (mine["num_replays"] >= 3) == (name == "llama") and others["num_replays"] == 0
         assert mine["token_ids"] == others["token_ids"], name
         assert [len(ids) for ids in mine["token_ids"]] == [6, 6, 5, 4, 3]
         assert len({token for ids in mine["token_ids"] for token in ids}) > 8, "the model says something"
