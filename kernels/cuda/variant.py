@@ -44,11 +44,11 @@ class Variant:
     constants: Mapping[str, Any]
     num_warps: int = 4
     num_stages: int = 2
-    fp_fusion: bool = True
-    """Whether a product and a sum may be rounded once; as it is launched."""
     aligned: frozenset[str] = field(default_factory=frozenset)
     """Integers that are multiples of 16; pointers always are."""
     capabilities: tuple[int, ...] = CAPABILITIES
+    fp_fusion: bool = True
+    """Whether a product and a sum may be rounded once; as it is launched."""
 
     def compile(self, capability: int) -> Resources:
         """Compiles to machine code for a compute capability such as 90; needs no GPU."""
