@@ -9,7 +9,7 @@ ARGS ?=
 # Set to e.g. "torch==2.13.0 --index-url ..." for another build of torch (README).
 TORCH ?= torch==2.13.0
 
-.PHONY: help serve test unit system faults lint format protos bench bench-peers soak clean
+.PHONY: help serve test unit system faults lint format protos bench bench-peers gpu-check soak clean
 
 help: ## list these commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -69,6 +69,11 @@ bench: $(VENV)/.bench ## the figures of BENCHMARKS.md that need no peer; ARGS="-
 bench-peers: $(VENV)/.bench ## vLLM CPU and llama.cpp in environments of their own, side by side with ours
 	$(BIN)/python -m bench.peers.install
 	$(BIN)/python -m bench.run --peers vllm,llama $(ARGS)
+
+# Installs nothing: a machine with a GPU may have its own torch and no network.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu-check: ## correctness and speed of the CUDA path, on a machine with a GPU; ARGS="--out DIR", or "--dry-run" without
+	PYTHONPATH="$(CURDIR):$(CURDIR)/protos" $(GPU_PYTHON) -m bench.gpu_check $(ARGS)
 
 soak: $(VENV)/.dev ## twenty minutes of random load on real processes, and what must hold after it
 	$(BIN)/python -m tests.soak.soak $(ARGS)

@@ -93,7 +93,7 @@ class WorkerExecutor:
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         # A result wakes the engine up, which takes Python: it leaves when the next step's forward pass has begun.
         deliver = self._compute.deliver
-        return self._compute.submit(lambda: self._worker.execute(plan, on_prepared=deliver), delivers=True)
+        return self._compute.submit(lambda: self._worker.start(plan, on_prepared=deliver), delivers=True)
 
     def sleep(self, level: int) -> int:
         return self._run(lambda: self._worker.sleep(level))

@@ -7,13 +7,13 @@ depends on that row alone, so that what else is in the batch does not change a r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from kernels.compiled import compiled
+from kernels.compiled import compiled, compiled_for_cuda
 from kernels.kv_layout import block_size_of, num_kv_heads_of, read_keys, read_values, value_size_of
 
 QUERY_TILE = 256
@@ -36,7 +36,10 @@ def reference(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of the last tokens of each row to all tokens of the row before them and themselves.
 
@@ -46,12 +49,16 @@ def reference(
     A key is seen where 0 <= query position - key position < sliding_window (None: no bound). Scores are scaled, then
     capped to softcap * tanh(score / softcap), then alibi_slopes[h] * (key position - query position) is added; sinks
     [num_heads] are one more logit per head that takes probability and gives no value. Products and sums are float32.
+    key_scale and value_scale, float32 [1] or [num_kv_heads], multiply what the caches hold (float8_e4m3fn, say).
     A query that sees no key and has no sink gives zeros. Returns out, [num_tokens, num_heads, value head size] in
-    query's type; what lies outside the rows is left as it is.
+    query's type; lse, float32 [num_tokens, num_heads], is filled with the natural logarithms of the sums of
+    exp(logit), the sink's included, -inf where there is none. What lies outside the rows is left as it is.
     """
     num_heads, head_size = query.shape[1:]
     block_size = block_size_of(key_cache)
-    group_size = num_heads // num_kv_heads_of(key_cache)
+    num_kv_heads = num_kv_heads_of(key_cache)
+    group_size = num_heads // num_kv_heads
+    key_scales, value_scales = (_per_head(x, num_kv_heads) for x in (key_scale, value_scale))
     out = _output(query, value_cache) if out is None else out
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     for row, seq_len in enumerate(lengths):
@@ -61,8 +68,8 @@ def reference(
             first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
             seen = range(first, position + 1)
             slots = torch.tensor([int(block_tables[row, p // block_size]) * block_size + p % block_size for p in seen])
-            keys = read_keys(key_cache, slots.long(), head_size).float()
-            all_values = read_values(value_cache, slots.long(), block_size).float()
+            keys = read_keys(key_cache, slots.long(), head_size).float() * key_scales
+            all_values = read_values(value_cache, slots.long(), block_size).float() * value_scales
             for head in range(num_heads):
                 logits, values = [], []
                 for p, key, value in zip(seen, keys, all_values, strict=True):
@@ -80,6 +87,8 @@ def reference(
                 for logit, value in zip(logits, values, strict=True):
                     result += math.exp(logit - highest) / total * value
                 out[starts[row] + i, head] = result.to(out.dtype)
+                if lse is not None:
+                    lse[starts[row] + i, head] = highest + math.log(total)
     return out
 
 
@@ -96,11 +105,18 @@ def torch_paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference`. Decodes of similar length share one product; a prefill chunk has its own, in query tiles."""
     out = _output(query, value_cache) if out is None else out
-    scores = _Scores(scale, sliding_window, softcap, sinks, alibi_slopes, num_kv_heads_of(key_cache))
+    num_kv_heads = num_kv_heads_of(key_cache)
+    scores = _Scores(scale, sliding_window, softcap, sinks, alibi_slopes, num_kv_heads)
+    sources = _Sources(
+        key_cache, value_cache, query.shape[2], *(_per_head(x, num_kv_heads) for x in (key_scale, value_scale))
+    )
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     block_size = block_size_of(key_cache)
     decodes: dict[int, list[int]] = {}
@@ -118,8 +134,10 @@ def torch_paged_attention(
             tokens = slice(starts[row] + first, starts[row] + last)
             positions = torch.arange(end - (last - first), end, device=query.device).unsqueeze(0)
             slots = scores.slots(block_tables[row : row + 1], positions, begin, num_keys, block_size)
-            keys_and_values = _gather(key_cache, value_cache, slots, query.shape[2])
-            out[tokens] = scores.attend(query[tokens].unsqueeze(0), *keys_and_values, positions, begin)[0]
+            results, logs = scores.attend(query[tokens].unsqueeze(0), *sources.read(slots), positions, begin)
+            out[tokens] = results[0]
+            if lse is not None:
+                lse[tokens] = logs[0]
     for num_blocks, rows in decodes.items():
         picked = torch.tensor(rows, device=query.device)
         tokens_at = query_start_loc.index_select(0, picked).long()
@@ -127,8 +145,10 @@ def torch_paged_attention(
         num_keys = min(num_blocks, block_tables.shape[1]) * block_size
         slots = scores.slots(block_tables.index_select(0, picked), positions, 0, num_keys, block_size)
         decoded = query.index_select(0, tokens_at).unsqueeze(1)
-        keys_and_values = _gather(key_cache, value_cache, slots, query.shape[2])
-        out[tokens_at] = scores.attend(decoded, *keys_and_values, positions, 0)[:, 0]
+        results, logs = scores.attend(decoded, *sources.read(slots), positions, 0)
+        out[tokens_at] = results[:, 0]
+        if lse is not None:
+            lse[tokens_at] = logs[:, 0]
     return out
 
 
@@ -145,23 +165,66 @@ def cpu_paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference`. A row's output depends on nothing but its query and keys, bit by bit; see kernels/cpu."""
     module = compiled("attention")
-    attend: Callable[..., torch.Tensor] = torch_paged_attention
-    args = query, key_cache, value_cache, query_start_loc, seq_lens, block_tables
-    if module is not None and module.can_attend(*args) and (out is None or out.stride(-1) == 1):
-        attend = module.paged_attention
-    return attend(
-        *args,
+    args = query, key_cache, value_cache, query_start_loc, seq_lens, block_tables, scale
+    options: dict[str, Any] = {
+        "sliding_window": sliding_window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+        "out": out,
+    }
+    is_plain = key_scale is None and value_scale is None and lse is None and (out is None or out.stride(-1) == 1)
+    if is_plain and module is not None and module.can_attend(*args[:-1]):
+        return module.paged_attention(*args, **options)
+    return torch_paged_attention(*args, **options, key_scale=key_scale, value_scale=value_scale, lse=lse)
+
+
+def cuda_paged_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    *,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `reference`."""
+    module = compiled_for_cuda("attention")
+    attend = torch_paged_attention if module is None else module.paged_attention
+    result: torch.Tensor = attend(
+        query,
+        key_cache,
+        value_cache,
+        query_start_loc,
+        seq_lens,
+        block_tables,
         scale,
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
-        out=out,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        out=_output(query, value_cache) if out is None else out,
+        lse=lse,
     )
+    return result
 
 
 def _output(query: torch.Tensor, value_cache: torch.Tensor) -> torch.Tensor:
@@ -175,13 +238,26 @@ def _padded_blocks(seq_len: int, block_size: int) -> int:
     return -(-blocks // step) * step
 
 
-def _gather(
-    key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor, head_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [rows, num_kv_heads, keys, size] in float32 of slots [rows, keys]."""
-    keys = read_keys(key_cache, slots, head_size)
-    values = read_values(value_cache, slots, block_size_of(key_cache))
-    return keys.transpose(1, 2).float().contiguous(), values.transpose(1, 2).float().contiguous()
+def _per_head(scale: torch.Tensor | None, num_kv_heads: int) -> torch.Tensor | float:
+    """A cache's scale, to multiply [..., num_kv_heads, size]."""
+    return 1.0 if scale is None else scale.float().expand(num_kv_heads).unsqueeze(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Where keys and values come from; scales as `_per_head` gives them."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    head_size: int
+    key_scale: torch.Tensor | float
+    value_scale: torch.Tensor | float
+
+    def read(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [rows, num_kv_heads, keys, size] in float32 of slots [rows, keys]."""
+        keys = read_keys(self.key_cache, slots, self.head_size).float() * self.key_scale
+        values = read_values(self.value_cache, slots, block_size_of(self.key_cache)).float() * self.value_scale
+        return keys.transpose(1, 2).contiguous(), values.transpose(1, 2).contiguous()
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -235,8 +311,8 @@ class _Scores:
         values: torch.Tensor,
         query_positions: torch.Tensor,
         first_key_position: int,
-    ) -> torch.Tensor:
-        """Outputs [rows, queries, num_heads, value size], in query's type.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [rows, queries, num_heads, value size], in query's type, and their log-sum-exps in float32.
 
         query [rows, queries, num_heads, head_size], keys and values [rows, num_kv_heads, keys, size] float32,
         query_positions [rows, queries].
@@ -259,15 +335,18 @@ class _Scores:
         if self.sliding_window is not None:
             is_hidden |= distance >= self.sliding_window
         scores.masked_fill_(is_hidden[:, None, :, None], -torch.inf)
-        weights, seen, total = self._weights(scores, groups)
+        weights, seen, total, logs = self._weights(scores, groups)
         weights = weights.view(rows * self.num_kv_heads, num_queries * groups, num_keys)
         result = _product(weights, values.flatten(0, 1)).view(rows, self.num_kv_heads, num_queries, groups, -1)
         # Where nothing is seen, whatever was gathered must not show.
         result = result.div_(total).masked_fill_(seen == 0, 0).transpose(1, 2)
-        return result.reshape(rows, num_queries, num_heads, -1).to(query.dtype)
+        logs = logs.transpose(1, 2).reshape(rows, num_queries, num_heads)
+        return result.reshape(rows, num_queries, num_heads, -1).to(query.dtype), logs
 
-    def _weights(self, scores: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """exp(scores - highest), its sum (0 where nothing is seen), and that sum with the sinks."""
+    def _weights(
+        self, scores: torch.Tensor, groups: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """exp(scores - highest), its sum (0 where nothing is seen), that sum with the sinks, and its logarithm."""
         highest = scores.amax(dim=-1, keepdim=True)
         sinks = None if self.sinks is None else self.sinks.float().view(1, self.num_kv_heads, 1, groups, 1)
         if sinks is not None:
@@ -275,4 +354,5 @@ class _Scores:
         highest.clamp_(min=torch.finfo(torch.float32).min)
         weights = scores.sub_(highest).exp_()
         seen = _row_sums(weights)
-        return weights, seen, seen if sinks is None else seen + torch.exp(sinks - highest)
+        total = seen if sinks is None else seen + torch.exp(sinks - highest)
+        return weights, seen, total, highest + total.log()

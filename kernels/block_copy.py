@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.compiled import compiled_for_cuda
+
 
 def reference(
     key_cache: torch.Tensor, value_cache: torch.Tensor, source_block_ids: torch.Tensor, dest_block_ids: torch.Tensor
@@ -26,3 +28,12 @@ def torch_copy_blocks(
     sources, dests = source_block_ids.long(), dest_block_ids.long()
     for cache in (key_cache, value_cache):
         cache.index_copy_(0, dests, cache.index_select(0, sources))
+
+
+def cuda_copy_blocks(
+    key_cache: torch.Tensor, value_cache: torch.Tensor, source_block_ids: torch.Tensor, dest_block_ids: torch.Tensor
+) -> None:
+    """See `reference`."""
+    module = compiled_for_cuda("block_copy")
+    copy = torch_copy_blocks if module is None else module.copy_blocks
+    copy(key_cache, value_cache, source_block_ids, dest_block_ids)

@@ -1,6 +1,7 @@
 """Chooses the implementation of an operation by the device of its first argument.
 
-`PAGEWIRE_KERNELS=reference` in the environment runs every operation on its reference, for bisection.
+`PAGEWIRE_KERNELS=reference` in the environment runs every operation on its reference, for bisection; with
+`interpreter` the CPU runs the Triton kernels in Triton's interpreter, for tests of them without a GPU.
 """
 
 from __future__ import annotations
@@ -15,23 +16,37 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 CHOICE_VARIABLE = "PAGEWIRE_KERNELS"
+CHOICES = ("auto", "reference", "interpreter")
+
+
+def choice() -> str:
+    """What the environment chooses. Raises ValueError for what is none of CHOICES."""
+    chosen = os.environ.get(CHOICE_VARIABLE, "auto")
+    if chosen not in CHOICES:
+        raise ValueError(f"{CHOICE_VARIABLE} is {chosen!r}: must be one of {', '.join(CHOICES)}")
+    return chosen
+
+
+def is_interpreting() -> bool:
+    """Whether tensors of the CPU are for the Triton kernels, in the interpreter."""
+    return choice() == "interpreter"
+
+
+if is_interpreting():
+    os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is decorated
 
 
 class Operation(Generic[P, R]):
     """One operation of the table: its reference, and its implementations by device type.
 
     Every implementation has the reference's signature, and its first argument is a tensor. A device type without an
-    implementation of its own uses that of "cpu", which is plain torch and runs anywhere. Raises ValueError where
-    PAGEWIRE_KERNELS has another value than "reference" or "auto".
+    implementation of its own uses that of "cpu", which is plain torch and runs anywhere.
     """
 
     def __init__(self, reference: Callable[P, R], **implementations: Callable[P, R]) -> None:
         self.reference = reference
         self.implementations = implementations
-        choice = os.environ.get(CHOICE_VARIABLE, "auto")
-        if choice not in ("auto", "reference"):
-            raise ValueError(f"{CHOICE_VARIABLE} is {choice!r}: must be auto or reference")
-        self._is_reference_forced = choice == "reference"
+        self._choice = choice()
         self._on_cpu = self.implementation("cpu")
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -41,6 +56,8 @@ class Operation(Generic[P, R]):
 
     def implementation(self, device_type: str) -> Callable[P, R]:
         """What runs on a device type such as "cpu" or "cuda"."""
-        if self._is_reference_forced:
+        if self._choice == "reference":
             return self.reference
+        if self._choice == "interpreter" and device_type == "cpu":
+            device_type = "cuda"
         return self.implementations.get(device_type) or self.implementations["cpu"]

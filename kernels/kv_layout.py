@@ -14,6 +14,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from kernels.dispatch import is_interpreting
+
 _PACKED_DIMS = 5
 
 
@@ -29,7 +31,7 @@ def cache_shapes(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of a layer's key and value cache; value_size defaults to head_size."""
     value_size = head_size if value_size is None else value_size
-    if device.type != "cpu":
+    if device.type != "cpu" or is_interpreting():
         shapes = ((num_blocks, block_size, num_kv_heads, size) for size in (head_size, value_size))
         return next(shapes), next(shapes)
     pack = 4 // dtype.itemsize

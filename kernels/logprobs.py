@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from kernels.sampling import compiled_kernels
+from kernels.compiled import compiled_for_cuda
+from kernels.sampling import compiled_kernels, is_plain
 
 
 def reference(
@@ -46,13 +47,21 @@ def cpu_gather_logprobs(
     logits: torch.Tensor, chosen: torch.Tensor, num_likeliest: int, extra_token_ids: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `reference`."""
-    is_plain = logits.dtype == torch.float32 and logits.stride(1) == 1 and logits.numel() > 0
-    if is_plain and num_likeliest <= logits.shape[1] and compiled_kernels() is not None:
+    if is_plain(logits) and num_likeliest <= logits.shape[1] and compiled_kernels() is not None:
         from kernels.cpu import logprobs as compiled
 
         if 0 <= num_likeliest <= compiled.MAX_LIKELIEST:
             return compiled.gather_logprobs(logits, chosen, num_likeliest, extra_token_ids)
     return torch_gather_logprobs(logits, chosen, num_likeliest, extra_token_ids)
+
+
+def cuda_gather_logprobs(
+    logits: torch.Tensor, chosen: torch.Tensor, num_likeliest: int, extra_token_ids: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `reference`."""
+    module = compiled_for_cuda("logprobs") if is_plain(logits) else None
+    gather = torch_gather_logprobs if module is None else module.gather_logprobs
+    return gather(logits, chosen, num_likeliest, extra_token_ids)
 
 
 def ordered_topk(values: torch.Tensor, k: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from kernels import activation
 from kernels.cpu import jit
+from kernels.dispatch import is_interpreting
 from kernels.float_weight import DTYPES, FloatWeight
 from kernels.packed_weight import PackedWeight, WeightPart
 
@@ -66,6 +67,11 @@ def cpu_gated_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None 
     return activation.torch_silu_and_mul(torch_linear(x, weight, bias))
 
 
+def cuda_gated_linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """See `reference_gated`."""
+    return activation.cuda_silu_and_mul(torch_linear(x, _plain(weight), bias))
+
+
 def reference_logits(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """x @ weight.T as float32 [num_rows, out_features]; whether it was rounded to x's type between is left open."""
     return reference(x, weight).float()
@@ -93,7 +99,7 @@ def new_weight(
     part_sizes: Sequence[int], in_features: int, *, dtype: torch.dtype, device: torch.device, is_gated: bool = False
 ) -> Weight:
     """An unfilled weight of one or several projections (parts), one below the other, as it runs best on a device."""
-    if device.type == "cpu" and dtype in DTYPES:
+    if device.type == "cpu" and dtype in DTYPES and not is_interpreting():
         if (problem := jit.unavailable()) is None:
             return FloatWeight(part_sizes, in_features, dtype, is_gated)
         jit.warn_once(problem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.compiled import compiled
+from kernels.compiled import compiled, compiled_for_cuda
 
 
 def reference(
@@ -43,6 +43,17 @@ def cpu_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference`."""
     module = compiled("norm")
+    if module is None or not module.can_normalize(x, weight, residual):
+        return torch_rms_norm(x, weight, eps, residual)
+    normalized: tuple[torch.Tensor, torch.Tensor] = module.rms_norm(x, weight, eps, residual)
+    return normalized
+
+
+def cuda_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference`."""
+    module = compiled_for_cuda("norm")
     if module is None or not module.can_normalize(x, weight, residual):
         return torch_rms_norm(x, weight, eps, residual)
     normalized: tuple[torch.Tensor, torch.Tensor] = module.rms_norm(x, weight, eps, residual)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from kernels import kv_write, norm, rotary
-from kernels.compiled import compiled
+from kernels.compiled import compiled, compiled_for_cuda
 from kernels.kv_layout import num_kv_heads_of, value_size_of
 
 
@@ -23,12 +23,16 @@ def reference(
     head_size: int,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
+    *,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Query [num_tokens, num_heads, head_size], normed and turned; it lies in qkv, which is overwritten.
 
     qkv [num_tokens, num_heads * head_size + num_kv_heads * (head_size + value size)] with query, key and value beside
     each other; positions [num_tokens] int64; tables cosine and sine [max_position, half] float32; caches as `kv_layout`
-    says; slot_mapping [num_tokens] int64, negative: not written; norms: weights [head_size] of query's and key's norm.
+    says; slot_mapping [num_tokens] int64, negative: not written; norms: weights [head_size] of query's and key's norm;
+    scales as in `kv_write`.
     """
     query, key, value = _split(qkv, key_cache, value_cache, head_size)
     if norms is not None:
@@ -36,7 +40,8 @@ def reference(
         key.copy_(norm.reference(key, norms[1], eps)[0])
     for x, turned in zip((query, key), rotary.reference(query, key, positions, *tables), strict=True):
         x.copy_(turned)
-    kv_write.reference(key, value, key_cache, value_cache, slot_mapping)
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    kv_write.reference(key, value, key_cache, value_cache, slot_mapping, **scales)
     return query
 
 
@@ -50,6 +55,9 @@ def torch_rotate_and_write_kv(
     head_size: int,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
+    *,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference`."""
     query, key, value = _split(qkv, key_cache, value_cache, head_size)
@@ -58,7 +66,8 @@ def torch_rotate_and_write_kv(
         key.copy_(norm.torch_rms_norm(key, norms[1], eps)[0])
     for x, turned in zip((query, key), rotary.torch_rotary_embedding(query, key, positions, *tables), strict=True):
         x.copy_(turned)
-    kv_write.torch_write_kv(key, value, key_cache, value_cache, slot_mapping)
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    kv_write.torch_write_kv(key, value, key_cache, value_cache, slot_mapping, **scales)
     return query
 
 
@@ -72,13 +81,46 @@ def cpu_rotate_and_write_kv(
     head_size: int,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
+    *,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference`."""
-    module = compiled("rotary")
-    run = torch_rotate_and_write_kv
-    if module is not None and module.can_write(qkv, key_cache, value_cache):
-        run = module.rotate_and_write_kv
-    return run(qkv, positions, tables, key_cache, value_cache, slot_mapping, head_size, norms, eps)
+    if key_scale is None and value_scale is None:
+        module = compiled("rotary")
+        if module is not None and module.can_write(qkv, key_cache, value_cache):
+            turned: torch.Tensor = module.rotate_and_write_kv(
+                qkv, positions, tables, key_cache, value_cache, slot_mapping, head_size, norms, eps
+            )
+            return turned
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    return torch_rotate_and_write_kv(
+        qkv, positions, tables, key_cache, value_cache, slot_mapping, head_size, norms, eps, **scales
+    )
+
+
+def cuda_rotate_and_write_kv(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    head_size: int,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+    *,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `reference`."""
+    module = compiled_for_cuda("rotary")
+    run = torch_rotate_and_write_kv if module is None else module.rotate_and_write_kv
+    scales = {"key_scale": key_scale, "value_scale": value_scale}
+    turned: torch.Tensor = run(
+        qkv, positions, tables, key_cache, value_cache, slot_mapping, head_size, norms, eps, **scales
+    )
+    return turned
 
 
 def _split(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from kernels.compiled import compiled_for_cuda
 from kernels.cpu import jit
 from kernels.philox import MAX_GUMBEL, gumbel_noise, reference_gumbel_noise
 from kernels.weights import reference_weight, weights
@@ -71,7 +72,13 @@ def torch_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def cpu_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `reference_argmax`."""
     compiled = compiled_kernels()
-    return torch_argmax(logits) if compiled is None or not _is_plain(logits) else compiled.argmax(logits)
+    return torch_argmax(logits) if compiled is None or not is_plain(logits) else compiled.argmax(logits)
+
+
+def cuda_argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `reference_argmax`."""
+    module = compiled_for_cuda("sampling") if is_plain(logits) else None
+    return torch_argmax(logits) if module is None else module.argmax(logits)
 
 
 def reference(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
@@ -107,10 +114,16 @@ def torch_sample(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
 def cpu_sample(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     """See `reference`."""
     compiled = compiled_kernels()
-    return torch_sample(logits, draws) if compiled is None or not _is_plain(logits) else compiled.sample(logits, draws)
+    return torch_sample(logits, draws) if compiled is None or not is_plain(logits) else compiled.sample(logits, draws)
 
 
-def _is_plain(logits: torch.Tensor) -> bool:
+def cuda_sample(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """See `reference`."""
+    module = compiled_for_cuda("sampling") if is_plain(logits) else None
+    return torch_sample(logits, draws) if module is None else module.sample(logits, draws)
+
+
+def is_plain(logits: torch.Tensor) -> bool:
     """Whether the compiled kernels take these logits."""
     return logits.dtype == torch.float32 and logits.stride(1) == 1 and logits.numel() > 0
 

@@ -13,7 +13,8 @@ import torch
 
 UNIT_BITS = 34
 """The likeliest token, x = 0, weighs 2 ** 34: up to 2 ** 19 tokens sum exactly."""
-LOG2_E = 1.0 / math.log(2.0)
+LN2 = math.log(2.0)
+LOG2_E = 1.0 / LN2
 LOWEST = -30.0
 """Below -24.2 a weight is 0."""
 COEFFICIENTS = tuple(1.0 / math.factorial(k) for k in range(10, -1, -1))
@@ -24,7 +25,7 @@ def weights(scaled: torch.Tensor) -> torch.Tensor:
     """Weights of scaled logits (at most 0, any shape, float32), whole numbers in float64."""
     x = scaled.to(torch.float64).clamp_(min=LOWEST)
     n = (x * LOG2_E).round_()
-    r = x.sub_(n * math.log(2.0))
+    r = x.sub_(n * LN2)
     p = torch.full_like(r, COEFFICIENTS[0])
     for coefficient in COEFFICIENTS[1:]:
         p.mul_(r).add_(coefficient)
@@ -36,7 +37,7 @@ def reference_weight(x: float) -> float:
     """The same for one logit in plain Python, for reading."""
     x = max(x, LOWEST)
     n = round(x * LOG2_E)
-    r = x - n * math.log(2.0)
+    r = x - n * LN2
     p = 0.0
     for coefficient in COEFFICIENTS:
         p = p * r + coefficient

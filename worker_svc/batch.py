@@ -38,6 +38,13 @@ class Rows:
     def __len__(self) -> int:
         return len(self.slots)
 
+    def only(self, is_kept: npt.NDArray[np.bool_]) -> Rows:
+        """Some of the rows."""
+        drafts = None if self.num_draft_tokens is None else self.num_draft_tokens[is_kept]
+        columns = (self.slots, self.num_scheduled_tokens, self.num_computed_tokens, self.num_sampled_tokens)
+        slots, scheduled, computed, sampled = (column[is_kept] for column in columns)
+        return Rows(slots, scheduled, computed, sampled, drafts)
+
 
 class Batch:
     """Slots 0 to max_num_seqs - 1. Columns are int32 [max_num_seqs]; tables have one line per slot."""
@@ -68,6 +75,8 @@ class Batch:
         self.num_tokens, self.num_computed_tokens, self.num_blocks = self._columns
         self.is_used = np.zeros(max_num_seqs, np.bool_)
         self.is_failed = np.zeros(max_num_seqs, np.bool_)
+        self.generations = np.zeros(max_num_seqs, np.int64)
+        """How many requests a slot has had."""
         self.requests: list[SlotRequest | None] = [None] * max_num_seqs
         self.sampling = SamplingState(max_num_seqs)
         self.scratch = np.zeros(max_num_seqs, np.int32)
@@ -97,6 +106,7 @@ class Batch:
         for new in plan.new_requests:
             slot, request = new.slot, slot_request(new, self.vocab_size)
             self.requests[slot] = request
+            self.generations[slot] += 1
             self.token_ids[slot, : len(new.token_ids)] = new.token_ids
             self.block_tables[slot] = 0
             self.num_tokens[slot] = len(new.token_ids)
@@ -153,11 +163,8 @@ class Batch:
             live = ~is_failed[row]
             slot = slots[row][live]
             self.token_ids[slot, self.num_tokens[slot] + place[live]] = plan.draft_token_ids[live]
-        columns = (slots, plan.num_scheduled_tokens, plan.num_computed_tokens, plan.num_sampled_tokens)
-        if np.count_nonzero(is_failed):
-            columns = tuple(column[~is_failed] for column in columns)  # type: ignore[assignment]
-            num_drafts = None if num_drafts is None else num_drafts[~is_failed]
-        return Rows(*columns, num_drafts)
+        rows = Rows(slots, plan.num_scheduled_tokens, plan.num_computed_tokens, plan.num_sampled_tokens, num_drafts)
+        return rows.only(~is_failed) if np.count_nonzero(is_failed) else rows
 
     def _remember(self, plan: StepPlan) -> Callable[[], None]:
         """Keeps what applying the plan overwrites, of the slots it touches; returns what puts it back."""

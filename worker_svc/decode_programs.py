@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.cpu import jit
+from kernels.dispatch import is_interpreting
 from worker_svc.models.interface import ForwardBatch, KvCaches, Model
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class DecodePrograms:
 
     def __init__(self, model: Model, caches: KvCaches) -> None:
         self._model, self._caches = model, caches
-        self._can_record = model.device.type == "cpu" and jit.unavailable() is None
+        self._can_record = model.device.type == "cpu" and not is_interpreting() and jit.unavailable() is None
         self._arena: Arena | None = None
         self._programs: dict[int, tuple[tuple[int, ...], Program]] = {}
 

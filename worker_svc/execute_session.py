@@ -5,6 +5,7 @@ What a core that keeps two plans in flight can rely on:
 - Results come in the order of plans. The compute thread takes step N + 1 from its queue as soon as N has ended; the
   event loop, which reads plans and writes results, has no part in between. Where N + 1 is there by then, N's result
   leaves when N + 1 is prepared and its forward pass begins, a fraction of a millisecond later (see ComputeThread).
+  On a GPU N + 1 is launched while N runs, and N's result leaves when N has ended (see device_steps).
 - A plan is checked when its turn comes, against what the step before it left. A row of N + 1 starts at N's
   num_computed_tokens plus what N scheduled of it, and may count on the token that N samples though the core doesn't
   know it. A request that stopped in N is computed once more; its row's result is for the core to drop.
@@ -35,7 +36,7 @@ from pagewire.errors import (
     ResourceExhaustedError,
 )
 from pagewire.plan import GrammarMask, StepPlan, StepResult
-from worker_svc.compute import ComputeThread
+from worker_svc.compute import ComputeThread, Deferred
 from worker_svc.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -85,13 +86,14 @@ class ExecuteSession:
         if plan.awaits_grammar_mask:
             self._masks[key] = mask
 
-        def execute() -> StepResult:
+        def execute() -> StepResult | Deferred[StepResult]:
             if self._is_ended:
                 raise AbortedError("the stream that brought the plan has ended")
             wait_ns = time.monotonic_ns() - arrived_ns
-            result = self._worker.execute(plan, lambda: _await_mask(mask), self._compute.deliver)
-            result.timings.wait_ns = wait_ns
-            return result
+            started = self._worker.start(plan, lambda: _await_mask(mask), self._compute.deliver)
+            if isinstance(started, Deferred):
+                return Deferred(lambda: _waited(started.finish(), wait_ns), started.is_ready)
+            return _waited(started, wait_ns)
 
         self._queue(execute, key)
 
@@ -128,7 +130,7 @@ class ExecuteSession:
         """Returns when no plan is pending."""
         await self._idle.wait()
 
-    def _queue(self, execute: Callable[[], StepResult], key: tuple[int, int]) -> None:
+    def _queue(self, execute: Callable[[], StepResult | Deferred[StepResult]], key: tuple[int, int]) -> None:
         # Results count until they are taken: a core that sends and does not read must not fill the memory.
         if self.num_pending + self.outgoing.qsize() >= MAX_PENDING_PLANS:
             self.end(ResourceExhaustedError(f"more than {MAX_PENDING_PLANS} plans or results wait on the stream"))
@@ -156,6 +158,11 @@ class ExecuteSession:
                 logger.error("step %d failed", key[1], exc_info=error)
                 error = InternalError(f"{type(error).__name__}: {error}")
             self.outgoing.put_nowait(StepFailed(*key, error))
+
+
+def _waited(result: StepResult, wait_ns: int) -> StepResult:
+    result.timings.wait_ns = wait_ns
+    return result
 
 
 def _await_mask(mask: Future[GrammarMask]) -> GrammarMask:

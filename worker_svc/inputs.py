@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,17 +12,21 @@ from pagewire.errors import InvalidArgumentError, violation
 from worker_svc.batch import Batch, Rows
 from worker_svc.models.interface import ForwardBatch
 from worker_svc.ragged import has_repeats
+from worker_svc.staging import Array, Staging, packed_bytes
+
+MAX_EXTRA = 12
 
 
 class InputBuffers:
     """The arrays that a batch's inputs are built in, for steps of any size: a step overwrites the one before it.
 
-    They stay where they are, so that steps with as many rows of one token each have inputs at the same addresses.
+    On a CPU they stay where they are, so that steps with as many rows of one token each have inputs at the same
+    addresses. Elsewhere they cross to the device together, in one copy (see Staging).
     """
 
-    def __init__(self, batch: Batch, device: torch.device) -> None:
+    def __init__(self, batch: Batch, device: torch.device, *, is_staged: bool = False) -> None:
+        """is_staged: takes the way to a device on a CPU too."""
         self._batch = batch
-        self._device = device
         num_tokens, num_rows = batch.max_num_batched_tokens, batch.max_num_seqs
         self._order = np.arange(max(num_tokens, num_rows + 1), dtype=np.int64)
         self._order32 = self._order.astype(np.int32)
@@ -31,9 +35,18 @@ class InputBuffers:
         self._seq_lens = np.empty(num_rows, np.int32)
         self._block_tables = np.zeros((num_rows, batch.max_blocks), np.int32)
         self._token_of_place = np.empty(batch.num_kv_blocks * batch.block_size, np.int32)
+        sizes = [8 * num_tokens] * 3 + [4 * (num_rows + 1)] * 2 + [8 * num_rows] * MAX_EXTRA
+        sizes.append(self._block_tables.nbytes)
+        self._staging = None if device.type == "cpu" and not is_staged else Staging(packed_bytes(sizes), device)
 
     def build(self, rows: Rows) -> ForwardBatch:
+        """See `stage`."""
+        return self.stage(rows, [])[0]
+
+    def stage(self, rows: Rows, extra: Sequence[Array]) -> tuple[ForwardBatch, list[torch.Tensor]]:
         """The ragged batch of the rows: token t of row r is at query_start_loc[r] + t. Valid until the next call.
+
+        extra: at most MAX_EXTRA columns over rows that travel along; their tensors come second.
 
         Raises InvalidArgumentError where two tokens would write the same KV.
         """
@@ -55,16 +68,19 @@ class InputBuffers:
         max_seq_len = int(seq_lens.max())
         tables = self._block_tables[:num_rows, : -(-max_seq_len // self._batch.block_size)]
         tables[:] = self._batch.block_tables[rows.slots, : tables.shape[1]]
-        return ForwardBatch(
-            input_ids=self._tensor(self._token_ids(slots, positions)),
-            positions=self._tensor(positions),
-            query_start_loc=self._tensor(query_start_loc),
-            seq_lens=self._tensor(seq_lens),
-            block_tables=self._tensor(tables),
-            slot_mapping=self._tensor(self._places(slots, positions)),
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
+        arrays: dict[str, Array] = {
+            "input_ids": self._token_ids(slots, positions),
+            "positions": positions,
+            "query_start_loc": query_start_loc,
+            "seq_lens": seq_lens,
+            "block_tables": tables,
+            "slot_mapping": self._places(slots, positions),
+        }
+        tensors = self._tensors([*arrays.values(), *extra])
+        batch = ForwardBatch(
+            **dict(zip(arrays, tensors, strict=False)), max_query_len=max_query_len, max_seq_len=max_seq_len
         )
+        return batch, tensors[len(arrays) :]
 
     def _token_ids(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         table, found = self._batch.token_ids, self._input_ids[: len(positions)]
@@ -88,6 +104,5 @@ class InputBuffers:
             )
         return places
 
-    def _tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device)
+    def _tensors(self, arrays: Sequence[Array]) -> list[torch.Tensor]:
+        return [torch.from_numpy(array) for array in arrays] if self._staging is None else self._staging.stage(arrays)

@@ -17,6 +17,26 @@ from worker_svc.models.interface import KvCaches, KvCacheSpec
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DEVICE_DTYPES = DTYPES | {"fp8_e4m3": torch.float8_e4m3fn}
+"""8 bits: half the memory and the reads, for kernels that convert as they load."""
+
+
+MAX_BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 1024, 65_536, 1 << 20
+
+
+def check_sizes(block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    """Raises InvalidArgumentError where one of them is out of its bounds."""
+    found = [
+        violation(name, value, f"must be in [1, {high}]")
+        for name, value, high in (
+            ("block_size", block_size, MAX_BLOCK_SIZE),
+            ("max_num_seqs", max_num_seqs, MAX_NUM_SEQS),
+            ("max_num_batched_tokens", max_num_batched_tokens, MAX_NUM_BATCHED_TOKENS),
+        )
+        if not 1 <= value <= high
+    ]
+    if found:
+        raise InvalidArgumentError(found)
 
 
 class CountingKvCaches(KvCaches):  # type: ignore[misc, valid-type]
@@ -70,9 +90,10 @@ def allocate_pool(
     most_blocks: more than all slots could ever use, not taken from a budget. Raises InvalidArgumentError where the
     budget is below one usable block, ResourceExhaustedError where the memory is not there.
     """
-    if dtype not in DTYPES:
-        raise UnimplementedError(f"kv_cache_dtype {dtype!r} is not served by this build: {', '.join(DTYPES)} are")
-    element_type = DTYPES[dtype]
+    known = DTYPES if device.type == "cpu" else DEVICE_DTYPES
+    if dtype not in known:
+        raise UnimplementedError(f"kv_cache_dtype {dtype!r} is not served on {device.type}: {', '.join(known)} are")
+    element_type = known[dtype]
     bytes_per_block = element_type.itemsize * sum(
         math.prod(shape) for spec in specs for shape in _shapes(spec, 1, block_size, element_type, device)
     )

@@ -28,6 +28,8 @@ async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
         default_quantization=settings.quantization,
         default_max_model_len=settings.max_model_len,
         num_threads=settings.num_threads or _num_cores(),
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        cuda_graphs=settings.cuda_graphs,
     )
     server = GrpcServer(
         [SERVICE_NAME],

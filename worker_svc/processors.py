@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+import kernels
 from kernels import penalties
 from worker_svc.slot_request import SlotRequest
 
@@ -50,14 +51,14 @@ def _apply_grammar(logits: torch.Tensor, rows: Sequence[RowContext]) -> None:
     masked = [(i, row.grammar_mask) for i, row in enumerate(rows) if row.grammar_mask is not None]
     if masked:
         mask = torch.from_numpy(np.stack([mask for _, mask in masked])).to(logits.device)
-        penalties.apply_bitmask(logits, torch.tensor([i for i, _ in masked], device=logits.device), mask)
+        kernels.apply_bitmask(logits, torch.tensor([i for i, _ in masked], device=logits.device), mask)
 
 
 def _apply_bias(logits: torch.Tensor, rows: Sequence[RowContext]) -> None:
     triples = [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.request.params.logit_bias.items()]
     if triples:
         row, token, bias = zip(*triples, strict=True)
-        penalties.add_bias(logits, *_ids(logits, row, token), _floats(logits, bias))
+        kernels.add_bias(logits, *_ids(logits, row, token), _floats(logits, bias))
 
 
 def _ends_of_bad_words(row: RowContext) -> list[int]:
@@ -82,7 +83,7 @@ def _apply_penalties(logits: torch.Tensor, rows: Sequence[tuple[int, RowContext]
     if seen:
         where, token = _pairs(logits, [(i, ids) for i, ids, _ in seen])
         penalty = np.repeat([p for _, _, p in seen], [len(ids) for _, ids, _ in seen])
-        penalties.apply_repetition_penalty(logits, where, token, _floats(logits, penalty))
+        kernels.apply_repetition_penalty(logits, where, token, _floats(logits, penalty))
     said = [(i, row, *np.unique(row.output_token_ids, return_counts=True)) for i, row in rows]
     said = [item for item in said if len(item[2])]
     if said:
@@ -92,13 +93,13 @@ def _apply_penalties(logits: torch.Tensor, rows: Sequence[tuple[int, RowContext]
         presence = np.repeat([row.request.params.presence_penalty for _, row, _, _ in said], lengths)
         counts = np.concatenate([counts for _, _, _, counts in said])
         floats = (_floats(logits, values) for values in (counts, frequency, presence))
-        penalties.apply_output_penalties(logits, where, token, *floats)
+        kernels.apply_output_penalties(logits, where, token, *floats)
 
 
 def _mask(logits: torch.Tensor, pairs: Iterable[tuple[int, int]]) -> None:
     found = list(pairs)
     if found:
-        penalties.mask_tokens(logits, *_ids(logits, *zip(*found, strict=True)))
+        kernels.mask_tokens(logits, *_ids(logits, *zip(*found, strict=True)))
 
 
 def _pairs(logits: torch.Tensor, rows: Sequence[tuple[int, Ints]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,15 +10,20 @@ import numpy as np
 import torch
 
 import kernels
+from kernels.dispatch import is_interpreting
 from pagewire.columns import EMPTY_INT32
 from pagewire.engine import LogprobColumns
 from pagewire.errors import InternalError, InvalidArgumentError, PagewireError, violation
 from pagewire.plan import GrammarMask, StepPlan, StepResult, Timings
 from worker_svc.batch import Batch, Rows
+from worker_svc.compute import Deferred
+from worker_svc.cuda_graphs import DecodeGraphs, Recorder
 from worker_svc.decode_programs import DecodePrograms
+from worker_svc.device_steps import Clock, DeviceSteps, wants_only_tokens
 from worker_svc.inputs import InputBuffers
 from worker_svc.kv_pool import KvPool
 from worker_svc.models.interface import ForwardBatch, Model
+from worker_svc.models.native import Decoder
 from worker_svc.sampler import NOT_NUMBERS, Sampled, logprob_columns, sample_rows, sampled_positions
 from worker_svc.sampling_state import PROMPT_LOGPROBS
 
@@ -34,12 +39,35 @@ AwaitGrammarMask = Callable[[], GrammarMask]
 class ModelRunner:
     """All methods belong to one thread. `num_progress` may be read from any."""
 
-    def __init__(self, model: Model, pool: KvPool, batch: Batch) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: KvPool,
+        batch: Batch,
+        *,
+        cuda_graphs: bool = False,
+        is_device: bool | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """is_device: whether steps are launched and waited for later; None: on a GPU, and where the CPU stands for one.
+
+        recorder: what records decode steps instead of CUDA graphs.
+        """
         self.model = model
         self.pool = pool
         self.batch = batch
-        self._inputs = InputBuffers(batch, model.device)
-        self._forward = DecodePrograms(model, pool.caches)
+        if is_device is None:
+            is_device = model.device.type != "cpu" or is_interpreting()
+        self._inputs = InputBuffers(batch, model.device, is_staged=is_device)
+        self._forward: Callable[[ForwardBatch], torch.Tensor] = DecodePrograms(model, pool.caches)
+        # A model of transformers' may wait for the device somewhere, and a capture that fails can't be undone for sure.
+        is_capturable = model.device.type == "cuda" and isinstance(model, Decoder)
+        if recorder is not None or (cuda_graphs and is_capturable):
+            sizes = {"max_num_seqs": batch.max_num_seqs, "max_model_len": batch.max_model_len}
+            graphs = DecodeGraphs(model, pool.caches, **sizes, block_size=batch.block_size, recorder=recorder)
+            graphs.capture_all()
+            self._forward = graphs
+        self._device_steps = DeviceSteps(model, batch, self._inputs, self._forward) if is_device else None
         self._num_phases = 0
 
     @property
@@ -54,7 +82,18 @@ class ModelRunner:
         await_grammar_mask: AwaitGrammarMask | None = None,
         on_prepared: Callable[[], None] | None = None,
     ) -> StepResult:
-        """Runs one step; calls on_prepared when the forward pass is about to begin.
+        """See `start`."""
+        started = self.start(plan, await_grammar_mask, on_prepared)
+        return started.finish() if isinstance(started, Deferred) else started
+
+    @torch.inference_mode()
+    def start(
+        self,
+        plan: StepPlan,
+        await_grammar_mask: AwaitGrammarMask | None = None,
+        on_prepared: Callable[[], None] | None = None,
+    ) -> StepResult | Deferred[StepResult]:
+        """Runs one step; calls on_prepared when the forward pass is about to begin or, on a device, has been launched.
 
         Raises InvalidArgumentError for a plan that is wrong and InternalError for a computation that fails; the batch
         is as before then. A row that fails by itself is in the result's errors.
@@ -78,19 +117,31 @@ class ModelRunner:
         await_grammar_mask: AwaitGrammarMask | None,
         on_prepared: Callable[[], None],
         start_ns: int,
-    ) -> StepResult:
+    ) -> StepResult | Deferred[StepResult]:
         if len(plan.copy_sources) or len(plan.zero_block_ids):
             self._move_blocks(plan)
         result = StepResult(plan.epoch, plan.step, EMPTY_INT32, EMPTY_INT32, EMPTY_INT32)
+        device_steps = self._device_steps
+        if device_steps is not None and not wants_only_tokens(plan, rows, self.batch):
+            device_steps.settle()
+            device_steps = None
+            rows = rows.only(~self.batch.is_failed[rows.slots])  # the step before may just have failed a row
         result.errors = self._known_errors(plan)
         if not len(rows):
             result.timings = Timings(prepare_ns=time.monotonic_ns() - start_ns)
             return result
+        if device_steps is not None:
+            launched = device_steps.launch(rows, result, on_prepared, start_ns)
+            self._num_phases += 1
+            return launched
         inputs = self._inputs.build(rows)
         self._num_phases += 1
         prepared_ns = time.monotonic_ns()
         on_prepared()
+        clock = Clock(self.model.device)
+        clock.mark()
         hidden = self._forward(inputs)
+        clock.mark()
         self._num_phases += 1
         forward_ns = time.monotonic_ns()
         bytes_left = MAX_LOGPROB_BYTES
@@ -99,12 +150,14 @@ class ModelRunner:
             result.prompt_logprobs, errors, bytes_left = self._prompt_logprobs(rows, inputs, hidden)
         mask = self._grammar_mask(plan, rows, await_grammar_mask)
         sampled = self._sample(rows, inputs, hidden, mask, bytes_left)
+        clock.mark()
         self._commit(rows, sampled, errors, result)
         result.timings = Timings(
             prepare_ns=prepared_ns - start_ns,
             forward_ns=forward_ns - prepared_ns,
             sample_ns=time.monotonic_ns() - forward_ns,
         )
+        clock.set_durations(result.timings)
         return result
 
     def _known_errors(self, plan: StepPlan) -> dict[int, str]:

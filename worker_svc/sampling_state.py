@@ -57,18 +57,11 @@ class SamplingState:
         """The bits that any of these slots has."""
         return int(np.bitwise_or.reduce(self.wants[slots]))
 
+    def columns(self, slots: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64]) -> list[npt.NDArray[np.generic]]:
+        """How to sample the token after `lengths` tokens, per row: the fields of Draws in order."""
+        before = (self.temperature, self.top_k, self.top_p, self.min_p, self.seeds)
+        return [*(values[slots] for values in before), lengths, self.child_indices[slots]]
+
     def draws(self, slots: npt.NDArray[np.int32], lengths: npt.NDArray[np.int64], device: torch.device) -> Draws:
-        """How to sample the token after `lengths` tokens, per row."""
-
-        def column(values: npt.NDArray[np.generic]) -> torch.Tensor:
-            return torch.from_numpy(values[slots]).to(device)
-
-        return Draws(
-            temperature=column(self.temperature),
-            top_k=column(self.top_k),
-            top_p=column(self.top_p),
-            min_p=column(self.min_p),
-            seeds=column(self.seeds),
-            positions=torch.from_numpy(lengths).to(device),
-            child_indices=column(self.child_indices),
-        )
+        """The same on a device."""
+        return Draws(*(torch.from_numpy(column).to(device) for column in self.columns(slots, lengths)))

@@ -30,11 +30,15 @@ class WorkerSettings(CommonSettings):
     max_model_len: int = setting(0, help="longest sequence of --model; 0 is the model's own limit", low=0)
     kv_cache_memory: int = setting(
         0,
-        help="memory for the KV pool; 0 takes 2 GiB but at most a quarter of what is available (90 % of a GPU's)",
+        help="memory for the KV pool; 0 takes 2 GiB but at most a quarter of what is available; a GPU's is measured",
         low=0,
         metavar="BYTES",
         parse=parse_bytes,
     )
+    gpu_memory_utilization: float = setting(
+        0.9, help="share of a GPU's memory that this process may fill: weights, steps, KV pool", low=0.01, high=1
+    )
+    cuda_graphs: bool = setting(True, help="on CUDA, launch a decode step's kernels as one recorded graph")
     num_threads: int = setting(0, help="threads that a computation uses; 0 is one per core", low=0, high=1024)
     die_with_parent: bool = setting(False, help="end when the process that started this one ends")
 

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from pagewire.engine import ModelInfo
-from pagewire.errors import AbortedError, FailedPreconditionError, InvalidArgumentError, PagewireError, violation
+from pagewire.errors import (
+    AbortedError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    PagewireError,
+    violation,
+)
 from pagewire.plan import StepPlan, StepResult
 from worker_svc.batch import Batch
-from worker_svc.kv_pool import allocate_pool
-from worker_svc.memory import resident_bytes
+from worker_svc.compute import Deferred
+from worker_svc.kv_pool import allocate_pool, check_sizes
+from worker_svc.memory import device_named, give_memory_back, resident_bytes
 from worker_svc.models.loader import LoadedModel, load_model
+from worker_svc.profile_run import cuda_kv_budget_bytes
+from worker_svc.profiler import Profiler
 from worker_svc.runner import AwaitGrammarMask, ModelRunner
 
 logger = logging.getLogger(__name__)
-MAX_BLOCK_SIZE, MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 1024, 65_536, 1 << 20
 
 OnProgress = Callable[[str, float], None]
 
@@ -70,16 +75,20 @@ class Worker:
         default_quantization: str = "",
         default_max_model_len: int = 0,
         num_threads: int = 0,
+        gpu_memory_utilization: float = 0.9,
+        cuda_graphs: bool = True,
     ) -> None:
         """What holds where the core says nothing.
 
         kv_cache_memory_bytes is the pool's budget, 0 takes the default share. The type, the quantization and the
         longest sequence belong to the default model and hold only where the core leaves the model open.
         """
-        try:
-            self._device = torch.device(device)
-        except RuntimeError as error:
-            raise InvalidArgumentError([violation("device", device, "must be cpu, cuda or cuda:<index>")]) from error
+        self._device = device_named(device)
+        if not 0.0 < gpu_memory_utilization <= 1.0:
+            raise InvalidArgumentError(
+                [violation("gpu_memory_utilization", gpu_memory_utilization, "must be in (0, 1]")]
+            )
+        self._gpu_memory_utilization, self._cuda_graphs = gpu_memory_utilization, cuda_graphs
         self._default_model = default_model
         self._default_quantization = default_quantization
         self._default_dtype, self._default_max_model_len = default_dtype, default_max_model_len
@@ -88,11 +97,11 @@ class Worker:
         self._loaded: LoadedModel | None = None
         self._load_request: LoadRequest | None = None
         self._runner: ModelRunner | None = None
-        self._profiler: Any = None
-        self._profile_path = ""
+        self._profiler = Profiler(self._device)
         self._num_steps = 0
         self._step_ended_ns = 0
         self._failed_step = 0
+        self._device_error = ""
         self._num_other_progress = 0
         self.epoch = 0
         """Epoch of the KV pool; 0 without one. `step` is the last one executed in it."""
@@ -148,6 +157,8 @@ class Worker:
     def _load(self, request: LoadRequest, on_progress: OnProgress | None) -> None:
         if self._num_threads:
             torch.set_num_threads(self._num_threads)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread: where kernels are launched
 
         def progress(stage: str, fraction: float) -> None:
             self._num_other_progress += 1
@@ -167,7 +178,7 @@ class Worker:
             on_progress=progress,
         )
         self._load_request = request
-        _give_memory_back()
+        give_memory_back()
         info = self._loaded.info
         logger.info(
             "loaded %s (%s, %s, %.0f M parameters, %.0f MiB) in %.1f s",
@@ -199,26 +210,26 @@ class Worker:
         What an earlier epoch had is gone. Returns blocks, bytes per block and the cache's type.
         """
         loaded = self._require_model()
-        found = [
-            violation(name, value, f"must be in [1, {high}]")
-            for name, value, high in (
-                ("block_size", block_size, MAX_BLOCK_SIZE),
-                ("max_num_seqs", max_num_seqs, MAX_NUM_SEQS),
-                ("max_num_batched_tokens", max_num_batched_tokens, MAX_NUM_BATCHED_TOKENS),
-            )
-            if not 1 <= value <= high
-        ]
-        if found:
-            raise InvalidArgumentError(found)
+        check_sizes(block_size, max_num_seqs, max_num_batched_tokens)
         if epoch <= self.epoch:
             raise FailedPreconditionError(f"epoch {epoch} is not above {self.epoch}", reason="EPOCH_IN_THE_PAST")
         self._drop_cache()
         max_model_len = loaded.info.max_model_len
+        memory_bytes = memory_bytes or self._kv_cache_memory_bytes
+        if self._device.type == "cuda" and not num_blocks and not memory_bytes:
+            memory_bytes = cuda_kv_budget_bytes(
+                loaded.model,
+                utilization=self._gpu_memory_utilization,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len,
+                block_size=block_size,
+            )
         pool = allocate_pool(
             loaded.model.kv_cache_specs(),
             block_size=block_size,
             num_blocks=num_blocks,
-            memory_bytes=memory_bytes or self._kv_cache_memory_bytes,
+            memory_bytes=memory_bytes,
             dtype=kv_cache_dtype or loaded.info.dtype,
             device=self._device,
             most_blocks=max_num_seqs * -(-max_model_len // block_size) + 1,
@@ -231,7 +242,7 @@ class Worker:
             num_kv_blocks=pool.num_blocks,
             vocab_size=loaded.model.vocab_size,
         )
-        self._runner = ModelRunner(loaded.model, pool, batch)
+        self._runner = ModelRunner(loaded.model, pool, batch, cuda_graphs=self._cuda_graphs)
         self.epoch, self.step, self._failed_step = epoch, 0, 0
         return pool.num_blocks, pool.bytes_per_block, pool.dtype
 
@@ -246,9 +257,20 @@ class Worker:
         await_grammar_mask: AwaitGrammarMask | None = None,
         on_prepared: Callable[[], None] | None = None,
     ) -> StepResult:
+        """See `start`; waits for the result."""
+        started = self.start(plan, await_grammar_mask, on_prepared)
+        return started.finish() if isinstance(started, Deferred) else started
+
+    def start(
+        self,
+        plan: StepPlan,
+        await_grammar_mask: AwaitGrammarMask | None = None,
+        on_prepared: Callable[[], None] | None = None,
+    ) -> StepResult | Deferred[StepResult]:
         """Runs a plan, which must be the next step of the epoch. A step that fails as a whole has not happened.
 
-        on_prepared is called when the forward pass is about to begin, if there is one.
+        on_prepared is called when the forward pass is about to begin, if there is one, or has been launched on a GPU.
+        There the result may be Deferred, so that the next step can be launched before this one is waited for.
         A core may send plans before it knows how the steps before them ended. They count on those steps, so behind
         step N that failed every later step fails with AbortedError (reason EARLIER_STEP_FAILED) and has not happened
         either, until a plan comes for step N again. Any other gap is a FailedPreconditionError.
@@ -256,20 +278,43 @@ class Worker:
         runner = self._runner
         if runner is None:
             raise FailedPreconditionError("there is no KV cache: InitializeCache comes first", reason="NO_CACHE")
+        if self._device_error:
+            raise InternalError(f"the device failed, the worker must be started again: {self._device_error}")
         self._check_order(plan)
-        self.step_started_ns = time.monotonic_ns()
+        is_idle = self._step_ended_ns and not self.step_started_ns
+        self.step_started_ns = started_ns = time.monotonic_ns()
+        idle_ns = started_ns - self._step_ended_ns if is_idle else 0
         try:
-            result = runner.execute(plan, await_grammar_mask, on_prepared)
-            if self._step_ended_ns:
-                result.timings.idle_ns = self.step_started_ns - self._step_ended_ns
-            self.step, self._failed_step = plan.step, 0
-            self._num_steps += 1
-            return result
+            started = runner.start(plan, await_grammar_mask, on_prepared)
         except BaseException:
             self._failed_step = plan.step
+            self._end_step(started_ns)
             raise
-        finally:
-            self._step_ended_ns = time.monotonic_ns()
+        self.step, self._failed_step = plan.step, 0
+        self._num_steps += 1
+        if not isinstance(started, Deferred):
+            started.timings.idle_ns = idle_ns
+            self._end_step(started_ns)
+            return started
+
+        def finish() -> StepResult:
+            # Only a device that has failed raises here, and it fails in every later step too.
+            try:
+                result = started.finish()
+                result.timings.idle_ns = idle_ns
+                return result
+            except Exception as error:
+                self._device_error = f"{type(error).__name__}: {error}"
+                raise InternalError(f"the device failed: {self._device_error}") from error
+            finally:
+                self._end_step(started_ns)
+
+        return Deferred(finish, started.is_ready)
+
+    def _end_step(self, started_ns: int) -> None:
+        """A step has ended; the next one may have been launched already."""
+        self._step_ended_ns = time.monotonic_ns()
+        if self.step_started_ns == started_ns:
             self.step_started_ns = 0
 
     def refuse(self, epoch: int, step: int, error: PagewireError) -> NoReturn:
@@ -324,28 +369,8 @@ class Worker:
         self.sleep_level = 0
 
     def profile(self, start: bool) -> str:
-        """Starts or stops torch's profiler; returns the file that the trace is written to when it stops.
-
-        The folder is $PAGEWIRE_PROFILE_DIR, or the system's temporary folder.
-        """
-        if start:
-            if self._profiler is not None:
-                raise FailedPreconditionError("the profiler runs already", reason="PROFILER_RUNNING")
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if self._device.type == "cuda":
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            folder = Path(os.environ.get("PAGEWIRE_PROFILE_DIR") or tempfile.gettempdir())
-            folder.mkdir(parents=True, exist_ok=True)
-            self._profile_path = str(folder / f"pagewire-worker-{os.getpid()}-{time.time_ns()}.json")
-            self._profiler = torch.profiler.profile(activities=activities)
-            self._profiler.start()
-            return self._profile_path
-        if self._profiler is None:
-            raise FailedPreconditionError("the profiler does not run", reason="PROFILER_NOT_RUNNING")
-        profiler, self._profiler = self._profiler, None
-        profiler.stop()
-        profiler.export_chrome_trace(self._profile_path)
-        return self._profile_path
+        """Starts or stops torch's profiler; returns the file that the trace is written to when it stops."""
+        return self._profiler.start() if start else self._profiler.stop()
 
     def stats(self) -> WorkerStats:
         """Numbers about the worker."""
@@ -373,10 +398,3 @@ class Worker:
         if self._loaded is not None:
             self._loaded = self._load_request = None
             gc.collect()
-
-
-def _give_memory_back() -> None:
-    """Hands to the system what loading took and the allocator keeps: 40 MB of 760 for SmolLM2-135M."""
-    gc.collect()
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # GNU's C library
-        trim(0)

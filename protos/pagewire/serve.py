@@ -30,7 +30,17 @@ left out do not reach a process, so that its own variables (PAGEWIRE_CORE_..., s
 model, host and port: only serve's own, or those of all, are read."""
 
 _PASSED_ON = {
-    "worker": ("model", "device", "kv_cache_memory", "num_threads", "log_level", "drain_s", "max_message_bytes"),
+    "worker": (
+        "model",
+        "device",
+        "kv_cache_memory",
+        "gpu_memory_utilization",
+        "cuda_graphs",
+        "num_threads",
+        "log_level",
+        "drain_s",
+        "max_message_bytes",
+    ),
     "core": (
         "dtype",
         "quantization",
@@ -71,6 +81,10 @@ class ServeSettings:
     kv_cache_memory: int = setting(
         0, help="memory for the KV cache, such as 4GiB; 0: found out", low=0, metavar="BYTES", parse=parse_bytes
     )
+    gpu_memory_utilization: float = setting(
+        0.9, help="share of a GPU's memory that the worker may fill", low=0.01, high=1
+    )
+    cuda_graphs: bool = setting(True, help="on CUDA, launch a decode step's kernels as one recorded graph")
     max_num_seqs: int = setting(128, help="most requests that run at once", low=1)
     max_num_batched_tokens: int = setting(2048, help="most tokens that one step computes", low=1)
     long_prefill_token_threshold: int = setting(0, help="most prompt tokens per request and step; 0: no limit", low=0)

@@ -15,7 +15,9 @@ FOLDERS = (
     "worker_svc/models",
     "kernels",
     "kernels/cpu",
+    "kernels/cuda",
     "bench",
+    "bench/gpu_check",
     "bench/peers",
     "tests",
 )

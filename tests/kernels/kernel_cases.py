@@ -125,6 +125,17 @@ def attention_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[
         )
 
 
+def merge_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
+    for num_tokens, num_heads, value_size in ((1, 1, 8), (5, 3, 12), (9, 8, 80), (0, 2, 16)):
+        outs = [randn(generator, num_tokens, num_heads, value_size, dtype=dtype) for _ in range(2)]
+        logs = [randn(generator, num_tokens, num_heads, dtype=torch.float32) * 9 for _ in range(2)]
+        yield Call([outs[0], logs[0], outs[1], logs[1]])
+        outs, logs = [x.clone() for x in outs], [x.clone() for x in logs]
+        for part in range(2):  # one of the two has no keys, and anything in its output
+            outs[part][part::2], logs[part][part::2] = torch.nan, -torch.inf
+        yield Call([outs[0], logs[0], outs[1], logs[1]])
+
+
 def write_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
     for num_tokens, cache_dtype in ((1, dtype), (13, dtype), (13, torch.float16), (0, dtype)):
         shapes = cache_shapes(6, 5, 3, 7, dtype=cache_dtype, device=torch.device("cpu"))
@@ -133,34 +144,45 @@ def write_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call
         slots[num_tokens // 2 : num_tokens // 2 + (num_tokens > 2)] = -1
         new = [randn(generator, num_tokens, 3, 7, dtype=dtype) for _ in range(2)]
         yield Call([*new, *caches, slots], changed=(2, 3))
+        # Heads before tokens in memory, as transformers has them.
+        yield Call([*(x.transpose(0, 1).contiguous().transpose(0, 1) for x in new), *caches, slots], changed=(2, 3))
 
 
 def norm_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
-    for shape in ((1, 64), (5, 63), (4, 3, 20)):
+    for shape in ((1, 64), (5, 63), (4, 3, 20), (0, 16), (2, 8192), (2, 9001)):
         x, weight = randn(generator, *shape, dtype=dtype), randn(generator, shape[-1], dtype=dtype)
         yield Call([x, weight, 1e-5])
         yield Call([x, weight, 1e-5, randn(generator, *shape, dtype=dtype)], changed=(0, 3))
 
 
 def rotary_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
-    shapes = [(16, 8, 16, dtype), (20, 6, 4, dtype), (64, 32, 16, dtype), (7, 3, 5, torch.float16)]
-    for number, (head_size, half, block_size, cache_dtype) in enumerate(shapes * 2):
+    shapes = [(16, 8, 16, 16, dtype), (20, 6, 12, 4, dtype), (64, 32, 64, 16, dtype), (7, 3, 7, 5, torch.float16)]
+    for number, (head_size, half, value_size, block_size, cache_dtype) in enumerate(shapes * 2):
         num_tokens, num_heads, num_kv_heads = (1, 9, 40, 0)[number % 4], 6, 2
         angles = torch.rand(50, half, generator=generator) * 6
         positions = torch.randint(50, (num_tokens,), generator=generator)
-        cache_shape = cache_shapes(12, block_size, num_kv_heads, head_size, dtype=cache_dtype, device=positions.device)
+        cache_shape = cache_shapes(
+            12,
+            block_size,
+            num_kv_heads,
+            head_size,
+            value_size=value_size,
+            dtype=cache_dtype,
+            device=positions.device,
+        )
         caches = [torch.full(shape, torch.nan, dtype=cache_dtype) for shape in cache_shape]
         # A chunk's slots follow one another; a decode's are scattered.
         slots = torch.arange(num_tokens) + 3 if number % 2 else torch.randperm(48, generator=generator)[:num_tokens]
         slots[num_tokens // 2 : num_tokens // 2 + (num_tokens > 2)] = -1
-        qkv = randn(generator, num_tokens, (num_heads + 2 * num_kv_heads) * head_size, dtype=dtype)
+        width = num_heads * head_size + num_kv_heads * (head_size + value_size)
+        qkv = randn(generator, num_tokens, width, dtype=dtype)
         args = [qkv, positions, (angles.cos(), angles.sin()), *caches, slots, head_size]
         norms = tuple(randn(generator, head_size, dtype=dtype) for _ in range(2))
         yield Call([*args, norms, 1e-5] if number >= len(shapes) else args, changed=(0, 3, 4))
 
 
 def activation_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
-    for num_tokens, size in ((1, 8), (7, 63)):
+    for num_tokens, size in ((1, 8), (7, 63), (0, 8), (2, 1030)):
         yield Call([randn(generator, num_tokens, 2 * size, dtype=dtype) * 3])
 
 
@@ -196,8 +218,8 @@ def embedding_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[
 
 
 def block_calls(generator: torch.Generator, dtype: torch.dtype, num_lists: int) -> Iterator[Call]:
-    for count in (0, 1, 4):
-        caches = [randn(generator, 9, 3, 2, 5, dtype=dtype) for _ in range(2)]
+    for count, (key_size, value_size) in ((0, (5, 5)), (1, (5, 5)), (4, (5, 7)), (8, (16, 8)), (3, (8, 400))):
+        caches = [randn(generator, 9, 3, 2, size, dtype=dtype) for size in (key_size, value_size)]
         caches[0][4] = torch.nan
         order = torch.randperm(9, generator=generator).int()
         # Sources and destinations overlap: what is read is the state before the call.
@@ -234,6 +256,48 @@ def sample_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Cal
         yield Call([logits.round(), draws])
 
 
+def verify_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
+    """Rows with drafts that are often right, without drafts, and without positions; greedy ones among them."""
+    for num_drafts, vocab_size in (([0], 5), ([3, 0, -1, 1, 40, 7], 97), ([-1, 2], 300), ([-1], 7)):
+        num_sampled = torch.tensor(num_drafts) + 1
+        positions, count = int(num_sampled.sum()), sum(max(n, 0) for n in num_drafts)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), num_sampled.cumsum(0)])
+        draft_starts = torch.cat([torch.zeros(1, dtype=torch.int64), (num_sampled - 1).clamp(min=0).cumsum(0)])
+        logits = randn(generator, positions, vocab_size, dtype=dtype).float()
+        drafts = torch.randint(vocab_size, (count,), generator=generator)
+        row = torch.arange(len(num_drafts)).repeat_interleave((num_sampled - 1).clamp(min=0))
+        place = torch.arange(count) - draft_starts[row]
+        is_likely = torch.rand(count, generator=generator) < 0.9
+        index = (starts[row] + place)[is_likely]
+        logits[index, drafts[is_likely]] += 20
+        draws = Draws(
+            temperature=(torch.arange(positions) % 4 / 2).float(),
+            top_k=torch.arange(positions) % 3 * 10,
+            top_p=torch.where(torch.arange(positions) % 5 < 3, 1.0, 0.8).double(),
+            min_p=torch.zeros(positions, dtype=torch.float64),
+            seeds=torch.randint(-(2**62), 2**62, (positions,), generator=generator),
+            positions=torch.arange(positions),
+            child_indices=torch.zeros(positions, dtype=torch.int64),
+        )
+        yield Call([logits, starts.int(), drafts, draft_starts.int(), draws])
+
+
+def pair_calls(generator: torch.Generator, dtype: torch.dtype, columns: list[float]) -> Iterator[Call]:
+    """Logits, pairs of rows and tokens, and columns of numbers up to so large."""
+    for rows, vocab_size, count in ((1, 5, 3), (4, 97, 300), (3, 40, 0)):
+        logits = randn(generator, rows, vocab_size, dtype=dtype).float()
+        pairs = torch.randperm(rows * vocab_size, generator=generator)[:count]
+        numbers = [torch.rand(len(pairs), generator=generator) * most + 0.1 for most in columns]
+        yield Call([logits, pairs // vocab_size, pairs % vocab_size, *numbers], changed=(0,))
+
+
+def bitmask_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
+    for rows, vocab_size, masked in ((1, 5, [0]), (4, 97, [3, 1]), (3, 2100, [0, 1, 2]), (2, 64, [])):
+        logits = randn(generator, rows, vocab_size, dtype=dtype).float()
+        words = torch.randint(-(2**31), 2**31, (len(masked), -(-vocab_size // 32)), generator=generator)
+        yield Call([logits, torch.tensor(masked, dtype=torch.int64), words.int()], changed=(0,))
+
+
 def logprobs_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[Call]:
     for num_likeliest, extra in ((0, None), (5, None), (-1, [3, 1]), (97, None), (7, [96])):
         logits = randn(generator, 3, 97, dtype=dtype).float() * 3
@@ -243,6 +307,7 @@ def logprobs_calls(generator: torch.Generator, dtype: torch.dtype) -> Iterator[C
 
 CALLS: dict[str, Callable[[torch.Generator, torch.dtype], Iterator[Call]]] = {
     "paged_attention": attention_calls,
+    "merge_attention": merge_calls,
     "write_kv": write_calls,
     "rms_norm": norm_calls,
     "rotate_and_write_kv": rotary_calls,
@@ -253,9 +318,17 @@ CALLS: dict[str, Callable[[torch.Generator, torch.dtype], Iterator[Call]]] = {
     "logits": lambda generator, dtype: packed_calls(generator, dtype, is_gated=False, has_bias=False),
     "embedding": embedding_calls,
     "silu_and_mul": activation_calls,
+    "gelu_and_mul": activation_calls,
+    "gelu_tanh_and_mul": activation_calls,
     "argmax": argmax_calls,
     "sample": sample_calls,
     "gather_logprobs": logprobs_calls,
+    "verify_drafts": verify_calls,
+    "apply_repetition_penalty": lambda generator, dtype: pair_calls(generator, dtype, [2.0]),
+    "apply_output_penalties": lambda generator, dtype: pair_calls(generator, dtype, [5.0, 1.0, 1.0]),
+    "add_bias": lambda generator, dtype: pair_calls(generator, dtype, [5.0]),
+    "mask_tokens": lambda generator, dtype: pair_calls(generator, dtype, []),
+    "apply_bitmask": bitmask_calls,
     "copy_blocks": lambda generator, dtype: block_calls(generator, dtype, 2),
     "zero_blocks": lambda generator, dtype: block_calls(generator, dtype, 1),
 }

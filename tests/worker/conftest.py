@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -16,9 +18,9 @@ NUM_BLOCKS, BLOCK_SIZE = 200, 4
 
 
 def make_runner(
-    *, max_num_seqs: int = 64, max_num_batched_tokens: int = 4096, num_blocks: int = NUM_BLOCKS
+    *, max_num_seqs: int = 64, max_num_batched_tokens: int = 4096, num_blocks: int = NUM_BLOCKS, **changes: Any
 ) -> ModelRunner:
-    """A runner on the tiny model."""
+    """A runner on the tiny model; changes go to ModelRunner."""
     model = TinyModel()
     pool = allocate_pool(
         model.kv_cache_specs(),
@@ -37,7 +39,7 @@ def make_runner(
         num_kv_blocks=num_blocks,
         vocab_size=VOCAB_SIZE,
     )
-    return ModelRunner(model, pool, batch)
+    return ModelRunner(model, pool, batch, **changes)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def test_a_core_that_sends_and_does_not_read_is_cut_off():
         def execute(plan, await_mask, on_prepared):
             return StepResult(plan.epoch, plan.step, EMPTY_INT32, EMPTY_INT32, EMPTY_INT32)
 
-        session = ExecuteSession("core-1", 1, SimpleNamespace(execute=execute), compute)
+        session = ExecuteSession("core-1", 1, SimpleNamespace(start=execute), compute)
         for step in range(1, 3 * MAX_PENDING_PLANS):
             session.submit(plan(step))
             await session.wait_idle()

@@ -6,6 +6,7 @@ import torch
 
 import kernels
 from kernels.cpu import jit
+from kernels.dispatch import is_interpreting
 from kernels.kv_layout import cache_shapes
 from kernels.sampling import Draws
 from worker_svc.decode_programs import DecodePrograms
@@ -16,7 +17,7 @@ BLOCK_SIZE = 16
 
 def warm_up(model: Model, what: str) -> None:
     """Runs a prompt and a decode through a model on a CPU and samples; `what` names the model's kernels in the log."""
-    if model.device.type != "cpu" or jit.unavailable() is not None:
+    if model.device.type != "cpu" or is_interpreting() or jit.unavailable() is not None:
         return
     with jit.compiling(what):
         caches = []
