@@ -63,8 +63,14 @@ class GraphRecorder:
             run()
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side):
-            output = run()
+        current = torch.cuda.current_stream(self._device)
+        try:
+            # Other threads of the process may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                output = run()
+        except BaseException:
+            torch.cuda.set_stream(current)  # an end of capture that raises leaves the thread on the other stream
+            raise
         self._pool = self._pool or graph.pool()
         return graph.replay, output
 
@@ -165,7 +171,11 @@ class DecodeGraphs:
             static = self._static_batch(size)
             try:
                 found = self._recorder.record(lambda: self._model.forward(static, self._caches))
-            except RuntimeError as error:
+            except Exception as error:
+                if self._model.device.type == "cuda":
+                    torch.cuda.synchronize(
+                        self._model.device
+                    )  # raises where the device is lost: that is no reason to go on
                 logger.warning("decode steps run without CUDA graphs: the model can't be captured: %s", error)
                 self._is_usable, self._graphs = False, {}
                 return None

@@ -214,6 +214,7 @@ class Worker:
         if epoch <= self.epoch:
             raise FailedPreconditionError(f"epoch {epoch} is not above {self.epoch}", reason="EPOCH_IN_THE_PAST")
         self._drop_cache()
+        give_memory_back()  # what torch keeps of an old pool does not count as free
         max_model_len = loaded.info.max_model_len
         memory_bytes = memory_bytes or self._kv_cache_memory_bytes
         if self._device.type == "cuda" and not num_blocks and not memory_bytes:
@@ -355,8 +356,7 @@ class Worker:
         elif self._device.type != "cpu":
             loaded.model.move_weights(torch.device("cpu"))
             freed += loaded.info.weights_bytes
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_memory_back()
         self.sleep_level = level
         return freed
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import kernels
 from bench.gpu_check.attention_cases import new_caches, scrambled_tables
 from bench.gpu_check.report import Bar, Row
-from bench.gpu_check.setting import Setting, Skipped
+from bench.gpu_check.setting import Setting
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
 DECODES = [(batch, context) for context in (128, 1024, 2048, 8192, 32768) for batch in (1, 8, 32, 128, 256)]
@@ -80,10 +80,9 @@ def decode(setting: Setting) -> list[Row]:
     for batch, context in cases:
         try:
             setting.require(5)
-        except Skipped as reason:
-            rows.append({"batch": batch, "context": context, "note": str(reason)})
-            continue
-        rows.append(_decode_row(setting, caches, batch, context, num_heads))
+            rows.append(_decode_row(setting, caches, batch, context, num_heads))
+        except Exception as error:
+            rows.append({"batch": batch, "context": context, "note": setting.reason(error)})
     return rows
 
 
@@ -134,10 +133,9 @@ def prefill(setting: Setting) -> list[Row]:
     for batch, length in cases:
         try:
             setting.require(5)
-        except Skipped as reason:
-            rows.append({"batch": batch, "tokens": length, "note": str(reason)})
-            continue
-        rows.append(_prefill_row(setting, batch, length))
+            rows.append(_prefill_row(setting, batch, length))
+        except Exception as error:
+            rows.append({"batch": batch, "tokens": length, "note": setting.reason(error)})
     return rows
 
 

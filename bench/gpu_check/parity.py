@@ -20,6 +20,7 @@ from bench.gpu_check.attention_cases import CASES, DRY_CASES, FP8, dense_attenti
 from bench.gpu_check.report import Row
 from bench.gpu_check.setting import Setting
 from kernels.dispatch import CHOICE_VARIABLE
+from kernels.packed_weight import PackedWeight
 from kernels.table import OPERATIONS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "kernels"))
@@ -47,6 +48,8 @@ def cuda_layout() -> Iterator[None]:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Tensors in whatever holds them, copied."""
+    if isinstance(value, PackedWeight):
+        return value.unpacked().to(device, copy=True)  # packed for a CPU
     if isinstance(value, torch.Tensor):
         return value.to(device, copy=True)
     if isinstance(value, tuple | list):
@@ -183,4 +186,8 @@ def run(setting: Setting) -> list[Row]:
     pool.shutdown(wait=False, cancel_futures=True)
     for process in processes:
         process.terminate()  # a kernel that hangs
+    for process in processes:
+        process.join(5)  # their memory and their kernels are gone before anything is measured
+        if process.is_alive():
+            process.kill()
     return rows

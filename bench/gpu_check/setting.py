@@ -57,6 +57,15 @@ class Setting:
         if self.seconds_left() < seconds:
             raise Skipped(f"no time left: {max(self.seconds_left(), 0.0):.0f} s")
 
+    def reason(self, error: Exception) -> str:
+        """Why a row has no figure. Raises where no row can have one: in a dry run, or when the device is lost."""
+        if isinstance(error, Skipped):
+            return str(error)
+        if self.is_dry:
+            raise error
+        torch.cuda.synchronize()
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -75,7 +84,10 @@ class Setting:
         deadline, found = time.monotonic() + limit_s, list[float]()
         while len(found) < _MIN_REPEATS or (len(found) < _MAX_REPEATS and time.monotonic() < deadline):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            # Written, so that nothing of the run before is in the cache; then read, so that no write is left for the
+            # run that is timed.
             self._flush.zero_()
+            self._flush.view(torch.int64).sum()
             start.record()
             run()
             end.record()

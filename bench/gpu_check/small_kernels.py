@@ -10,7 +10,7 @@ import torch
 import kernels
 from bench.gpu_check.attention_cases import new_caches
 from bench.gpu_check.report import Row
-from bench.gpu_check.setting import Setting, Skipped
+from bench.gpu_check.setting import Setting
 from kernels.sampling import Draws
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 4096, 14336, 32, 8, 128, 16
@@ -101,7 +101,7 @@ def run(setting: Setting) -> list[Row]:
                     "GB/s": num_bytes / seconds / 1e9,
                     "% of copy": 100 * num_bytes / seconds / setting.copy_rate,
                 }
-            except Skipped as reason:
-                row["note"] = str(reason)
+            except Exception as error:
+                row["note"] = setting.reason(error)
             rows.append(row)
     return rows

@@ -22,7 +22,7 @@ CONVERTS_E4M3 = 89
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@triton.jit(do_not_specialize=["num_rows", "window"])
+@triton.jit(do_not_specialize=["num_rows", "window", "table_row"])
 def paged_attention_kernel(  # type: ignore[no-untyped-def]
     out, lse, partial, partial_lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_tables,
     sinks, alibi_slopes, key_scale, value_scale, scale, softcap, window, num_rows, num_heads,

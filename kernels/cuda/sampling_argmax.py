@@ -47,7 +47,7 @@ def _segment_argmax(logits, stride, vocab_size, segment_size, keys, token_ids, B
     tl.store(token_ids + out, tl.min(tl.where(best == most, places, NO_TOKEN), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments"])
 def _row_argmax(logits, stride, keys, token_ids, num_segments, out, largest, SEGMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     segment = tl.arange(0, SEGMENTS)

@@ -129,7 +129,7 @@ def _limit(  # type: ignore[no-untyped-def]
     return limit
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments"])
 def choose(  # type: ignore[no-untyped-def]
     logits,
     stride,
