@@ -26,7 +26,7 @@ from kernels.table import OPERATIONS
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "kernels"))
 from kernel_cases import CALLS, Call
 
-MAX_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+MAX_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 6e-3}
 """Largest root mean square error, as a part of the reference's root mean square."""
 NUM_PROCESSES = 8
 WITH_KERNELS = [name for name, operation in OPERATIONS.items() if "cuda" in operation.implementations]
