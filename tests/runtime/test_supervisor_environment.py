@@ -44,5 +44,7 @@ def test_what_the_user_chose_for_grpc_stays():
 def test_grpc_polls_with_the_thread_that_waits():
     """A gRPC that has got another way to poll, or another name for this one, should be noticed here."""
     without = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
-    assert num_wakes(without) > NUM_CALLS
-    assert num_wakes(child_environment(without)) < NUM_CALLS / 4
+    usual = num_wakes(without)
+    assert usual > NUM_CALLS
+    # Some wakes are of timers: the slower the machine, the more of them, in both.
+    assert num_wakes(child_environment(without)) < usual / 2
