@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from core_svc.config import EngineConfig
@@ -27,6 +27,7 @@ from core_svc.inbox import (
 from core_svc.intake import Intake
 from core_svc.kv_cache_manager import KVCacheManager
 from core_svc.kv_events import AllBlocksCleared, KvEvent
+from core_svc.observer import EngineObserver, StepRecord
 from core_svc.plan_builder import ScheduledStep
 from core_svc.scheduler import Scheduler
 from core_svc.step_log import log_step
@@ -63,6 +64,7 @@ class EngineCore(EngineCalls):
         publish: Publish,
         on_kv_events: Callable[[list[KvEvent]], None] | None = None,
         epoch: int = 1,
+        observers: Sequence[EngineObserver] = (),
     ) -> None:
         self._publish_to = publish
         self._on_kv_events = on_kv_events
@@ -73,6 +75,10 @@ class EngineCore(EngineCalls):
         self._intake = Intake(self.scheduler)
         self._is_lost = False
         self._executed_ns = 0
+        self._observers = observers
+        self._records: list[StepRecord] = []
+        self._publish_ns = 0
+        self.scheduler.journal.is_on = bool(observers)
 
     # --- the loop ---
 
@@ -104,6 +110,7 @@ class EngineCore(EngineCalls):
         self._update(submitted, None)
         self._utilities.answer_pauses()
         has_published = self._publish()
+        self._observe()
         self._stop_if_done()
         self.step_started_ns = 0
         return has_received or submitted is not None or has_published
@@ -120,6 +127,7 @@ class EngineCore(EngineCalls):
         if ahead is None:
             self._utilities.answer_pauses()
         self._publish()
+        self._observe()
         if ahead is None:
             self._stop_if_done()
         self.step_started_ns = 0
@@ -194,12 +202,17 @@ class EngineCore(EngineCalls):
         started_ns = time.monotonic_ns()
         is_throttled = (self.scheduler.num_steps + 1) % self.config.prefill_schedule_interval != 0
         step = self.scheduler.schedule(is_prefill_throttled=is_throttled)
-        self.scheduler.stats.schedule_s += (time.monotonic_ns() - started_ns) / 1e9
+        ended_ns = time.monotonic_ns()
+        self.scheduler.stats.schedule_s += (ended_ns - started_ns) / 1e9
+        if step is not None:
+            step.planned_ns, step.scheduled_ns = started_ns, ended_ns
         return step
 
     def _submit(self, step: ScheduledStep | None) -> InFlight | None:
         if step is None:
             return None
+        for observer in self._observers:
+            step.plan.trace_context = observer.begin_step(step) or step.plan.trace_context
         try:
             return self._link.submit(step)
         except Exception as error:
@@ -225,6 +238,7 @@ class EngineCore(EngineCalls):
         self.scheduler.update(step, result)
         self.scheduler.stats.execute_s += (executed_ns - started_ns) / 1e9
         self.scheduler.stats.update_s += (time.monotonic_ns() - executed_ns) / 1e9
+        self._keep(StepRecord(step, result, None, started_ns, executed_ns, time.monotonic_ns()))
         if self.config.log_requests:
             log_step(step)
         return ahead
@@ -237,13 +251,33 @@ class EngineCore(EngineCalls):
         if self._on_kv_events is not None and (events := self.scheduler.kv.take_events()):
             self._on_kv_events(events)
         if outputs:
-            self.scheduler.stats.publish_s += (time.monotonic_ns() - started_ns) / 1e9
+            publish_ns = time.monotonic_ns() - started_ns
+            self._publish_ns += publish_ns
+            self.scheduler.stats.publish_s += publish_ns / 1e9
         return bool(outputs)
+
+    def _keep(self, record: StepRecord) -> None:
+        if self._observers:
+            self._records.append(record)
+
+    def _observe(self) -> None:
+        """Tells the observers what happened since they were told last."""
+        if not self._observers:
+            return
+        steps, events, publish_ns = self._records, self.scheduler.journal.take(), self._publish_ns
+        self._records, self._publish_ns = [], 0
+        if steps or events:
+            for observer in self._observers:
+                observer.observe(steps, events, publish_ns)
 
     # --- failures ---
 
     def _fail_step(self, step: ScheduledStep, error: Exception, ahead: ScheduledStep | None = None) -> None:
         """A step failed, and with it the one behind it: its requests end if the worker lives, else all do."""
+        now_ns = time.monotonic_ns()
+        for failed in (step, ahead):
+            if failed is not None:
+                self._keep(StepRecord(failed, None, error, failed.scheduled_ns, now_ns, now_ns))
         if isinstance(error, PagewireError) and not isinstance(error, UnavailableError | FailedPreconditionError):
             logger.error("step %d failed: %s", step.number, error)
             self.scheduler.fail_step(step, error.code, error.message, ahead)

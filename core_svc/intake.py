@@ -92,7 +92,7 @@ class Intake:
 
     def drop_frontend(self, frontend_incarnation: str, reason: AbortReason) -> None:
         """Ends everything of a frontend and forgets what was to be published to it."""
-        requests = self._scheduler.of_frontend(frontend_incarnation)
+        requests = [r for r in self._scheduler.requests.values() if r.key[0] == frontend_incarnation]
         self._scheduler.finish(requests, RequestStatus.FINISHED_ABORTED, abort_reason=reason)
         self._scheduler.outputs.drop(frontend_incarnation)
         self._scheduler.ended.forget_frontend(frontend_incarnation)

@@ -137,11 +137,11 @@ def finished_of(
     error_message: str = "",
     now_ns: int,
 ) -> Finished:
-    """How a request that just got its terminal status ended, and where its time went."""
+    """How a request that just got its terminal status ended, and where its time went; noted in the request too."""
     started_ns = request.scheduled_ns or now_ns
     first_ns = request.first_token_ns or now_ns
     last_ns = request.last_token_ns or first_ns
-    return Finished(
+    request.finished = Finished(
         row=0,
         reason=request.status.finish_reason,
         stop_token_id=stop_token_id,
@@ -153,3 +153,4 @@ def finished_of(
         prefill_us=(first_ns - started_ns) // 1000 if request.scheduled_ns else 0,
         decode_us=(last_ns - first_ns) // 1000,
     )
+    return request.finished

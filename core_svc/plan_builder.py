@@ -28,6 +28,10 @@ class ScheduledStep:
     """The plan's."""
     requests: npt.NDArray[np.object_]
     """In row order."""
+    planned_ns: int = 0
+    """When its planning began; monotonic, as scheduled_ns."""
+    scheduled_ns: int = 0
+    """When its planning ended."""
 
     def is_current(self, table: SlotTable) -> npt.NDArray[np.bool_]:
         """By row, whether its request still holds the slot that it had in this step."""

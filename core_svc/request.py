@@ -11,7 +11,7 @@ import numpy as np
 from core_svc.block_hash import request_extra_keys
 from core_svc.block_pool import KVCacheBlock
 from pagewire.columns import Int32Column
-from pagewire.engine import Adapter, EngineRequest, FinishReason, TraceContext
+from pagewire.engine import Adapter, EngineRequest, Finished, FinishReason, TraceContext
 from pagewire.plan import NewRequest
 from pagewire.sampling import SamplingParams
 
@@ -112,6 +112,8 @@ class Request:
     scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
+    finished: Finished | None = None
+    """How it ended, once it has."""
 
     @classmethod
     def from_engine_request(

@@ -27,6 +27,7 @@ from core_svc.config import EngineConfig
 from core_svc.full_blocks import next_full_tokens
 from core_svc.kv_cache_manager import KVCacheManager
 from core_svc.logprob_room import LogprobRoom
+from core_svc.observer import EventKind, Journal
 from core_svc.outputs import OutputCollector, finished_of
 from core_svc.plan_builder import PlanBuilder, Rows, ScheduledStep
 from core_svc.recent_ids import RecentIds
@@ -62,6 +63,7 @@ class Scheduler:
         self.table = SlotTable(config.max_num_seqs)
         self.waiting = RequestQueue()
         self.outputs = OutputCollector()
+        self.journal = Journal()
         self.stats = CoreStats(num_total_blocks=kv.pool.num_usable_blocks)
         self.num_steps = 0
         self.ended: RecentIds[None] = RecentIds(config.tombstone_ttl_s, config.max_tombstones)
@@ -77,6 +79,7 @@ class Scheduler:
         """Queues a request that fits the pool; its key must be new."""
         self.requests[request.key] = request
         self.waiting.push(request)
+        self.journal.note(EventKind.ADDED, request)
 
     def finish(
         self,
@@ -108,6 +111,7 @@ class Scheduler:
         self._release_slot(request)
         if not was_running:
             self.waiting.note_ended()
+        self.journal.note(EventKind.ENDED, request)
         self.stats.num_finished += 1
         if status is RequestStatus.FINISHED_ABORTED:
             self.stats.num_aborted += 1
@@ -306,6 +310,7 @@ class Scheduler:
         num_new, num_computed, num_blocks = numbers.T
         for request, num_computed_tokens in zip(requests, num_computed.tolist(), strict=True):
             request.status = RequestStatus.RUNNING
+            self.journal.note(EventKind.ADMITTED, request, num_computed_tokens)
             table.take(
                 request,
                 num_computed_tokens=num_computed_tokens,
@@ -329,6 +334,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Takes blocks and slot of a request that will recompute everything it knows."""
+        self.journal.note(EventKind.PREEMPTED, request, request.num_computed_tokens)
         self.kv.free(request)
         self._release_slot(request)
         request.status = RequestStatus.PREEMPTED
@@ -392,7 +398,3 @@ class Scheduler:
         self._plan_step = 0
         self._released_slots = []
         self.stats.num_total_blocks = kv.pool.num_usable_blocks
-
-    def of_frontend(self, frontend_incarnation: str) -> list[Request]:
-        """The live requests of a frontend."""
-        return [request for request in self.requests.values() if request.key[0] == frontend_incarnation]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 
 from frontend_svc.parallel_sampling import ParentRequest
@@ -127,6 +128,8 @@ class OutputProcessor:
         aborts: Aborts,
     ) -> None:
         has_news = state.add(token_ids, columns, finished)
+        if not parent.first_token_ns and token_ids:
+            parent.first_token_ns = time.monotonic_ns()
         if has_news and state.finish_reason is None:
             parent.mark(state, len(token_ids))
             if parent.num_behind > self._max_tokens_behind:

@@ -32,6 +32,8 @@ class ParentRequest:
         self.children: list[RequestState] = []
         self.error: PagewireError | None = None
         self.num_cached_tokens = 0
+        self.first_token_ns = 0
+        """When the first token of any completion came; monotonic."""
         self._kind = output_kind
         self._prompt = prompt
         self._prompt_token_ids = prompt_token_ids

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from frontend_svc.engine_client import EngineCoreClient
 from frontend_svc.input_processor import Conversation, InputProcessor, TextRequest
+from frontend_svc.observer import Observers, RequestObserver, RequestTimeline
 from frontend_svc.outbox import Outbox, ResponseWriter, Write
 from frontend_svc.output_processor import DEFAULT_MAX_TOKENS_BEHIND
 from frontend_svc.outputs import RequestOutput
@@ -55,6 +56,7 @@ class TextService:
         connect: makes a connected client; called again whenever a core is lost. It waits and retries by itself.
         max_tokens_behind: how far a caller may fall behind before it is cut off.
         on_ready: told whenever requests can (or can no longer) be served.
+        observers: watch requests.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class TextService:
         *,
         max_tokens_behind: int = DEFAULT_MAX_TOKENS_BEHIND,
         on_ready: Callable[[bool], Awaitable[None]] | None = None,
+        observers: Sequence[RequestObserver] = (),
     ) -> None:
+        self._observers = Observers(observers)
         self._connect = connect
         self._max_tokens_behind = max_tokens_behind
         self._on_ready = on_ready
@@ -152,13 +156,25 @@ class TextService:
             InvalidArgumentError, NotFoundError, AlreadyExistsError, ResourceExhaustedError, UnavailableError,
             DeadlineExceededError, InternalError, and what `write` raises.
         """
-        if self._is_draining:
-            raise UnavailableError("the frontend is shutting down", retry_after_s=RETRY_AFTER_S, reason="SHUTDOWN")
-        started = time.monotonic()
-        session = self.session
-        session.inputs.check(request)
+        model = self._session.client.info.model.model if self._session is not None else ""
         if not request.request_id:
             request = replace(request, request_id=f"req-{secrets.token_hex(12)}")
+        timeline = RequestTimeline(request, model)
+        self._observers.began(timeline)
+        try:
+            await self._respond(timeline, write)
+        except BaseException as error:
+            timeline.error = error
+            raise
+        finally:
+            self._observers.ended(timeline)
+
+    async def _respond(self, timeline: RequestTimeline, write: Write) -> None:
+        if self._is_draining:
+            raise UnavailableError("the frontend is shutting down", retry_after_s=RETRY_AFTER_S, reason="SHUTDOWN")
+        request, started = timeline.request, timeline.received_ns / 1e9
+        session = self.session
+        session.inputs.check(request)
         ticket = session.reserve(request.request_id, request.sampling_params.n)
 
         def send(output: RequestOutput) -> Coroutine[Any, Any, None]:
@@ -168,17 +184,21 @@ class TextService:
             return write(output)
 
         try:
-            parent = await self._hand_over(session, ticket, request, started)
+            parent = await self._hand_over(session, ticket, timeline, started)
             await ResponseWriter(parent, send, session.outbox).run()
         finally:
             session.release(ticket)
             is_late = request.remaining_s is not None and time.monotonic() - started >= request.remaining_s
             session.abort(ticket, AbortReason.DEADLINE if is_late else AbortReason.CLIENT)
+            timeline.abort_reason = ticket.abort_reason
 
     async def _hand_over(
-        self, session: CoreSession, ticket: Ticket, request: TextRequest, started: float
+        self, session: CoreSession, ticket: Ticket, timeline: RequestTimeline, started: float
     ) -> ParentRequest:
+        request = timeline.request
+        timeline.tokenize_ns = time.monotonic_ns()
         parent, engine_requests = await self.off_loop(session.inputs.process, request)
+        timeline.parent, timeline.tokenized_ns = parent, time.monotonic_ns()
         if self._session is not session:
             raise UnavailableError(self._why_unavailable, retry_after_s=RETRY_AFTER_S)
         if request.remaining_s is not None:
@@ -186,6 +206,7 @@ class TextService:
             for engine_request in engine_requests:
                 engine_request.remaining_ms = max(0, int(remaining_s * 1000))
         await session.hand_over(ticket, parent, engine_requests)
+        timeline.added_ns = time.monotonic_ns()
         return parent
 
     def abort(self, request_ids: Sequence[str]) -> list[AbortOutcome]:

@@ -40,6 +40,8 @@ class Ticket:
     parent: ParentRequest | None = None
     is_aborted: bool = False
     """Someone called Abort before it was handed to the core."""
+    abort_reason: AbortReason | None = None
+    """Why this frontend ended it, if it did."""
 
 
 def _in_callers_words(error: PagewireError) -> PagewireError:
@@ -129,9 +131,10 @@ class CoreSession:
     def abort(self, ticket: Ticket, reason: AbortReason) -> None:
         """Ends a request with finish reason ABORT, wherever it is; its waiter wakes."""
         if ticket.parent is None:
-            ticket.is_aborted = True
+            ticket.is_aborted, ticket.abort_reason = True, ticket.abort_reason or reason
             return
         if not ticket.parent.is_finished:
+            ticket.abort_reason = reason
             usage = ticket.parent.usage
             log.info(
                 "request %s aborted: %s, %d prompt and %d completion tokens",

@@ -1,0 +1,65 @@
+"""What may watch a frontend's requests (metrics, traces), and what it is told: when one comes and when it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from frontend_svc.input_processor import TextRequest
+from frontend_svc.parallel_sampling import ParentRequest
+from pagewire.engine import AbortReason
+
+
+@dataclass(slots=True)
+class RequestTimeline:
+    """A caller's request from its arrival to its end. Times are monotonic nanoseconds; 0: it did not get there."""
+
+    request: TextRequest
+    """As it came; `request_id` is set where the caller gave none."""
+    model: str
+    """The served model's name; empty where there was none."""
+    received_ns: int = field(default_factory=time.monotonic_ns)
+    tokenize_ns: int = 0
+    """When tokenizing began."""
+    tokenized_ns: int = 0
+    added_ns: int = 0
+    """When the core had it."""
+    ended_ns: int = 0
+    parent: ParentRequest | None = None
+    """Its completions, usage, finish reasons and the time of its first token; None where it was refused before."""
+    abort_reason: AbortReason | None = None
+    """Set where this frontend ended it before its completions had ended by themselves."""
+    error: BaseException | None = None
+    """What the caller got; CancelledError where it went away."""
+
+
+class RequestObserver(Protocol):
+    """Watches requests on the event loop; must neither block nor raise."""
+
+    def began(self, timeline: RequestTimeline) -> None:
+        """A request came, and nothing is known to be wrong yet. May set the trace context that the core gets."""
+        ...
+
+    def ended(self, timeline: RequestTimeline) -> None:
+        """It ended, one way or another; called once for each request that began."""
+        ...
+
+
+class Observers:
+    """Several observers as one."""
+
+    def __init__(self, observers: Sequence[RequestObserver] = ()) -> None:
+        self._observers = tuple(observers)
+
+    def began(self, timeline: RequestTimeline) -> None:
+        """Tells them in order."""
+        for observer in self._observers:
+            observer.began(timeline)
+
+    def ended(self, timeline: RequestTimeline) -> None:
+        """Notes when, and tells them in reverse order."""
+        timeline.ended_ns = time.monotonic_ns()
+        for observer in reversed(self._observers):
+            observer.ended(timeline)
