@@ -98,6 +98,7 @@ class GrpcCoreClient:
         timeout_s: float | None = None,
         *,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        server_name: str = "",
     ) -> GrpcCoreClient:
         """Shakes hands, fetches the tokenizer and opens the output stream; waits for a core that is not there yet.
 
@@ -105,7 +106,9 @@ class GrpcCoreClient:
             UnavailableError: the core was not ready within `timeout_s` (None waits for ever).
             FailedPreconditionError: the core speaks another protocol.
         """
-        channel = secure_or_insecure_channel(target, tls, max_message_bytes=max_message_bytes)
+        channel = secure_or_insecure_channel(
+            target, tls, max_message_bytes=max_message_bytes, server_name=server_name if tls is not None else ""
+        )
         client = cls(target, frontend_incarnation, channel)
         try:
             await client._shake_hands(timeout_s)

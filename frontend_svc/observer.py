@@ -26,6 +26,8 @@ class RequestTimeline:
     tokenized_ns: int = 0
     added_ns: int = 0
     """When the core had it."""
+    core: str = ""
+    """Address of the core that took it."""
     ended_ns: int = 0
     parent: ParentRequest | None = None
     """Its completions, usage, finish reasons and the time of its first token; None where it was refused before."""

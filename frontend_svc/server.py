@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 import grpc.aio
 
 from frontend_svc import wire
 from frontend_svc.core_client import GrpcCoreClient
+from frontend_svc.core_pool import Connect
+from frontend_svc.core_targets import Target, follow
 from frontend_svc.engine_client import EngineCoreClient
 from frontend_svc.input_processor import TextRequest
 from frontend_svc.outputs import RequestOutput
@@ -128,46 +130,56 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
 class FrontendServer:
     """A frontend: the gRPC server and the text service behind it, started and stopped together."""
 
-    def __init__(self, service: TextService, server: GrpcServer) -> None:
+    def __init__(self, service: TextService, server: GrpcServer, *work: Coroutine[Any, Any, None]) -> None:
+        """`work`: what runs beside them, such as looking cores up; it may end, but not fail."""
         self.service = service
         self.server = server
-        self._task: asyncio.Task[None] | None = None
+        self._work = work
+        self._tasks: list[asyncio.Task[None]] = []
         frontend_pb2_grpc.add_FrontendServiceServicer_to_server(FrontendServicer(service), server.aio)
 
     async def start(self) -> int:
-        """Listens and begins to look for the core; returns the port."""
+        """Listens and begins to look for cores; returns the port."""
         port = await self.server.start()
-        self._task = asyncio.get_running_loop().create_task(self.service.run())
+        self._tasks = [asyncio.ensure_future(work) for work in (self.service.run(), *self._work)]
         return port
 
     async def wait_stopped(self) -> None:
-        """Waits until the service fails, which it only does by a fault of its own."""
-        assert self._task is not None
-        await asyncio.shield(self._task)
+        """Waits until something fails, which it only does by a fault of its own. Raises that."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
 
     async def stop(self, grace_s: float) -> None:
         """Not ready, no new calls; running ones may end for `grace_s` seconds, the rest ends with UNAVAILABLE."""
         server_stop = asyncio.create_task(self.server.drain(grace_s + SHUTDOWN_MARGIN_S))
         await self.service.drain(grace_s)
         await server_stop
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self.service.close()
+
+
+def core_connects(settings: FrontendSettings, targets: Mapping[str, Target]) -> dict[str, Connect]:
+    """How to connect to each core. A new incarnation every time: what an old one left there ends with its lease."""
+
+    async def connect(target: Target) -> EngineCoreClient:
+        return await GrpcCoreClient.connect(
+            target.address,
+            new_incarnation(),
+            settings.tls,
+            max_message_bytes=settings.max_message_bytes,
+            server_name=target.server_name,
+        )
+
+    return {name: partial(connect, target) for name, target in targets.items()}
 
 
 async def serve(settings: FrontendSettings) -> int:
     """Runs a frontend until SIGINT or SIGTERM, then drains. Returns the exit status."""
     incarnation = new_incarnation()
     server = GrpcServer.for_settings(SERVICE_NAME, settings)
-
-    async def connect() -> EngineCoreClient:
-        # A new incarnation for every connection: what an old one left at the core ends with its lease.
-        return await GrpcCoreClient.connect(
-            settings.core, new_incarnation(), settings.tls, max_message_bytes=settings.max_message_bytes
-        )
-
     has_printed = False
 
     async def on_ready(is_ready: bool) -> None:
@@ -177,10 +189,11 @@ async def serve(settings: FrontendSettings) -> int:
             has_printed = True
             print_ready("frontend", settings.host, server.port, incarnation)
 
-    service = TextService(connect, max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready)
-    frontend = FrontendServer(service, server)
+    service = TextService(max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready)
+    follow_cores = follow(settings.core, lambda targets: service.cores.keep(core_connects(settings, targets)))
+    frontend = FrontendServer(service, server, follow_cores)
     port = await frontend.start()
-    log.info("listening on %s:%d, core at %s", settings.host, port, settings.core)
+    log.info("listening on %s:%d, core at %s", settings.host, port, ", ".join(settings.core))
     signal_task = asyncio.create_task(wait_for_signal())
     failure_task = asyncio.create_task(frontend.wait_stopped())
     await asyncio.wait([signal_task, failure_task], return_when=asyncio.FIRST_COMPLETED)
@@ -189,7 +202,7 @@ async def serve(settings: FrontendSettings) -> int:
         await server.drain(0)
         return 1
     log.info("%s: draining for up to %g s", signal_task.result().name, settings.drain_s)
-    failure_task.cancel()
     await server.lame_duck(settings.lame_duck_s)
+    failure_task.cancel()
     await frontend.stop(settings.drain_s)
     return 0

@@ -179,6 +179,8 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hi
 
 
 def _shown(default: Any) -> str:
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
     return "none" if default is None else "''" if default == "" else str(default)
 
 

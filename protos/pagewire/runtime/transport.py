@@ -103,9 +103,15 @@ def secure_or_insecure_channel(
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     service_config_json: str | None = None,
+    server_name: str = "",
 ) -> grpc.aio.Channel:
-    """An asyncio channel to `target` (host:port or any gRPC target)."""
+    """An asyncio channel to `target` (host:port or any gRPC target).
+
+    `server_name`: whom the server's certificate has to name, where that is not the target's host.
+    """
     options = channel_options(max_message_bytes, service_config_json)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
     if tls is None:
         return grpc.aio.insecure_channel(target, options=options)
     return grpc.aio.secure_channel(target, tls.channel_credentials(), options=options)

@@ -1330,7 +1330,7 @@ class StepOutputs(_message.Message):
 
     @_builtins.property
     def stats(self) -> Global___CoreStats:
-        """Numbers about the core; sent to one frontend, about once a second."""
+        """Numbers about the core; sent to every frontend about once a second, where they have changed."""
 
     def __init__(
         self,
