@@ -20,6 +20,8 @@ class RequestTimeline:
     """As it came; `request_id` is set where the caller gave none."""
     model: str
     """The served model's name; empty where there was none."""
+    api_key: str = ""
+    """Name of the caller's key; empty where none is asked for."""
     received_ns: int = field(default_factory=time.monotonic_ns)
     tokenize_ns: int = 0
     """When tokenizing began."""

@@ -11,6 +11,8 @@ from typing import Any
 import grpc.aio
 
 from frontend_svc import wire
+from frontend_svc.api_keys import ApiKeys
+from frontend_svc.auth_wire import AuthInterceptor, key_name
 from frontend_svc.core_client import GrpcCoreClient
 from frontend_svc.core_pool import Connect
 from frontend_svc.core_targets import Target, follow
@@ -53,8 +55,12 @@ def _trace_context(context: Context) -> TraceContext | None:
 class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
     """The service. Errors leave as PagewireErrors; the server's interceptor makes statuses of them."""
 
-    def __init__(self, service: TextService) -> None:
+    def __init__(self, service: TextService, keys: ApiKeys | None = None) -> None:
         self._service = service
+        self._keys = keys
+
+    def _owner(self, context: Context) -> str:
+        return key_name(self._keys, context.invocation_metadata())
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Streams; a cancelled call ends the request in the core."""
@@ -79,6 +85,7 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
         def write(output: RequestOutput) -> Coroutine[Any, Any, None]:
             return context.write(wire.fill_response(message, output))
 
+        request.api_key = self._owner(context)
         try:
             await self._service.respond(request, write)
         except grpc.aio.BaseError as error:
@@ -116,7 +123,7 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """One outcome per id."""
-        return wire.abort_response(request.request_ids, self._service.abort(request.request_ids))
+        return wire.abort_response(request.request_ids, self._service.abort(request.request_ids, self._owner(context)))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """The model."""
@@ -130,13 +137,22 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
 class FrontendServer:
     """A frontend: the gRPC server and the text service behind it, started and stopped together."""
 
-    def __init__(self, service: TextService, server: GrpcServer, *work: Coroutine[Any, Any, None]) -> None:
-        """`work`: what runs beside them, such as looking cores up; it may end, but not fail."""
+    def __init__(
+        self,
+        service: TextService,
+        server: GrpcServer,
+        *work: Coroutine[Any, Any, None],
+        keys: ApiKeys | None = None,
+    ) -> None:
+        """`work`: what runs beside them, such as looking cores up; it may end, but not fail.
+
+        With `keys` ids of requests are each key's own; the server's AuthInterceptor must have the same.
+        """
         self.service = service
         self.server = server
         self._work = work
         self._tasks: list[asyncio.Task[None]] = []
-        frontend_pb2_grpc.add_FrontendServiceServicer_to_server(FrontendServicer(service), server.aio)
+        frontend_pb2_grpc.add_FrontendServiceServicer_to_server(FrontendServicer(service, keys), server.aio)
 
     async def start(self) -> int:
         """Listens and begins to look for cores; returns the port."""
@@ -176,10 +192,13 @@ def core_connects(settings: FrontendSettings, targets: Mapping[str, Target]) -> 
     return {name: partial(connect, target) for name, target in targets.items()}
 
 
-async def serve(settings: FrontendSettings) -> int:
+async def serve(settings: FrontendSettings, keys: ApiKeys | None = None) -> int:
     """Runs a frontend until SIGINT or SIGTERM, then drains. Returns the exit status."""
     incarnation = new_incarnation()
-    server = GrpcServer.for_settings(SERVICE_NAME, settings)
+    if keys is not None and settings.tls is None and settings.host not in ("127.0.0.1", "::1", "localhost"):
+        log.warning("API keys travel in the clear: there is no TLS (--tls-cert-file, --tls-key-file)")
+    guards = [] if keys is None else [AuthInterceptor(SERVICE_NAME, keys)]
+    server = GrpcServer.for_settings(SERVICE_NAME, settings, guards)
     has_printed = False
 
     async def on_ready(is_ready: bool) -> None:
@@ -191,7 +210,7 @@ async def serve(settings: FrontendSettings) -> int:
 
     service = TextService(max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready)
     follow_cores = follow(settings.core, lambda targets: service.cores.keep(core_connects(settings, targets)))
-    frontend = FrontendServer(service, server, follow_cores)
+    frontend = FrontendServer(service, server, follow_cores, keys=keys)
     port = await frontend.start()
     log.info("listening on %s:%d, core at %s", settings.host, port, ", ".join(settings.core))
     signal_task = asyncio.create_task(wait_for_signal())

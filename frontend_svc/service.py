@@ -135,7 +135,7 @@ class TextService:
         model = sessions[0].client.info.model.model if sessions else ""
         if not request.request_id:
             request = replace(request, request_id=f"req-{secrets.token_hex(12)}")
-        timeline = RequestTimeline(request, model)
+        timeline = RequestTimeline(request, model, request.api_key)
         self._observers.began(timeline)
         try:
             await self._respond(timeline, write)

@@ -19,6 +19,9 @@ class FrontendSettings(CommonSettings):
         help="address of the core, of several with commas; dns:///HOST:PORT: all that the name has, now and later",
         metavar="HOST:PORT",
     )
+    api_keys_file: str = setting(
+        "", help="file of the keys that callers need, lines name:key; read again when it changes", metavar="FILE"
+    )
     max_tokens_behind: int = setting(
         DEFAULT_MAX_TOKENS_BEHIND,
         help="tokens that may pile up for a caller that does not read before it is cut off",

@@ -16,7 +16,7 @@ from typing import Any
 from pagewire.client import AsyncClient
 from pagewire.client_types import Prompt
 from pagewire.errors import InvalidArgumentError, PagewireError, violation
-from pagewire.generate import seconds, server_flag
+from pagewire.generate import connection, seconds, server_flag
 
 FIRST_PLAIN_TOKEN = 256
 """Random prompts leave out the ids below, where vocabularies keep their special tokens."""
@@ -189,7 +189,7 @@ def _print_table(summary: dict[str, Any]) -> None:
 
 async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(arguments.seed)
-    async with AsyncClient(arguments.server) as client:
+    async with AsyncClient(arguments.server, **connection(arguments)) as client:
         vocab_size = (await client.get_model(timeout_s=30)).info.vocab_size
         if arguments.workload is not None:
             jobs = read_workload(_lines(arguments.workload), vocab_size, rng)

@@ -74,10 +74,13 @@ def _abort_outcomes(response: frontend_pb2.AbortResponse) -> dict[str, AbortOutc
 class Client:
     """A blocking client of one frontend (host:port). Safe to use from several threads."""
 
-    def __init__(self, target: str, *, tls: TlsConfig | None = None, timeout_s: float | None = None) -> None:
-        """`timeout_s` is the deadline of every call unless the call brings its own."""
+    def __init__(
+        self, target: str, *, tls: TlsConfig | None = None, timeout_s: float | None = None, api_key: str = ""
+    ) -> None:
+        """`timeout_s` is the deadline of every call unless the call brings its own; `api_key` goes with each."""
         self.target = target
         self._timeout_s = timeout_s
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else None
         self._channel = sync_channel(target, tls)
         self._stub: Any = frontend_pb2_grpc.FrontendServiceStub(self._channel)
 
@@ -91,14 +94,17 @@ class Client:
         """Closes the connection; running calls are cancelled."""
         self._channel.close()
 
+    def _options(self, timeout_s: float | None) -> dict[str, Any]:
+        return {"timeout": self._timeout_s if timeout_s is None else timeout_s, "metadata": self._metadata}
+
     def _call(self, method: str, request: Any, timeout_s: float | None) -> Any:
         try:
-            return getattr(self._stub, method)(request, timeout=self._timeout_s if timeout_s is None else timeout_s)
+            return getattr(self._stub, method)(request, **self._options(timeout_s))
         except grpc.RpcError as error:
             raise _error(error, self.target, request) from None
 
     def _stream(self, method: str, request: Any, timeout_s: float | None) -> Iterator[Response]:
-        call = getattr(self._stub, method)(request, timeout=self._timeout_s if timeout_s is None else timeout_s)
+        call = getattr(self._stub, method)(request, **self._options(timeout_s))
         try:
             for message in call:
                 yield read_response(message)
@@ -195,10 +201,13 @@ class Client:
 class AsyncClient:
     """An asyncio client of one frontend (host:port); same calls as Client. Made inside a running event loop."""
 
-    def __init__(self, target: str, *, tls: TlsConfig | None = None, timeout_s: float | None = None) -> None:
-        """`timeout_s` is the deadline of every call unless the call brings its own."""
+    def __init__(
+        self, target: str, *, tls: TlsConfig | None = None, timeout_s: float | None = None, api_key: str = ""
+    ) -> None:
+        """`timeout_s` is the deadline of every call unless the call brings its own; `api_key` goes with each."""
         self.target = target
         self._timeout_s = timeout_s
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else None
         self._channel = secure_or_insecure_channel(target, tls)
         self._stub: Any = frontend_pb2_grpc.FrontendServiceStub(self._channel)
 
@@ -214,16 +223,17 @@ class AsyncClient:
         """Closes the connection; running calls are cancelled."""
         await self._channel.close()
 
+    def _options(self, timeout_s: float | None) -> dict[str, Any]:
+        return {"timeout": self._timeout_s if timeout_s is None else timeout_s, "metadata": self._metadata}
+
     async def _call(self, method: str, request: Any, timeout_s: float | None) -> Any:
         try:
-            return await getattr(self._stub, method)(
-                request, timeout=self._timeout_s if timeout_s is None else timeout_s
-            )
+            return await getattr(self._stub, method)(request, **self._options(timeout_s))
         except grpc.RpcError as error:
             raise _error(error, self.target, request) from None
 
     async def _stream(self, method: str, request: Any, timeout_s: float | None) -> AsyncIterator[Response]:
-        call = getattr(self._stub, method)(request, timeout=self._timeout_s if timeout_s is None else timeout_s)
+        call = getattr(self._stub, method)(request, **self._options(timeout_s))
         try:
             async for message in call:
                 yield read_response(message)

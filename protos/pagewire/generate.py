@@ -7,19 +7,40 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from pagewire.client import Client, Response
 from pagewire.errors import PagewireError
+from pagewire.runtime.transport import TlsConfig
 from pagewire.sampling_flags import add_sampling_flags, sampling_from_flags
 
 DEFAULT_SERVER = "127.0.0.1:50051"
 
 
 def server_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds --server."""
+    """Adds --server and what it takes to be let in there; `connection` reads that."""
     default = os.environ.get("PAGEWIRE_SERVER") or DEFAULT_SERVER
     help_text = f"address of a frontend (default: {DEFAULT_SERVER}; env PAGEWIRE_SERVER)"
     parser.add_argument("--server", metavar="HOST:PORT", default=default, type=_address, help=help_text)
+    for name, what in (
+        ("api_key", "API key; better by its variable, for flags are shown to everybody on the machine"),
+        ("tls_ca_file", "speak TLS, and check the server against this PEM file"),
+        ("tls_cert_file", "PEM file with the certificate to show to the server"),
+        ("tls_key_file", "PEM file with that certificate's key"),
+    ):
+        variable = f"PAGEWIRE_{name.upper()}"
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            metavar="KEY" if name == "api_key" else "FILE",
+            default=os.environ.get(variable, ""),
+            help=f"{what} (env {variable})",
+        )
+
+
+def connection(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a client needs besides the address: TLS and API key, as the flags say."""
+    files = (arguments.tls_ca_file, arguments.tls_cert_file, arguments.tls_key_file)
+    return {"api_key": arguments.api_key, "tls": TlsConfig(*files) if any(files) else None}
 
 
 def _address(text: str) -> str:
@@ -66,16 +87,16 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     prompt = _read_prompt() if arguments.prompt in (None, "-") else arguments.prompt
     try:
-        with Client(arguments.server, timeout_s=arguments.timeout) as client:
+        with Client(arguments.server, timeout_s=arguments.timeout, **connection(arguments)) as client:
             _ask(client, prompt, arguments)
-    except PagewireError as error:
-        print(f"pagewire generate: {error.message}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         # The reader of our output has gone, as in `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (PagewireError, OSError) as error:
+        print(f"pagewire generate: {error.message if isinstance(error, PagewireError) else error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 

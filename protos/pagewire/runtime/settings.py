@@ -92,12 +92,16 @@ class CommonSettings:
     tls_cert_file: str = setting("", help="PEM file with this process's certificate", metavar="FILE")
     tls_key_file: str = setting("", help="PEM file with this process's key", metavar="FILE")
 
+    tls_client_auth: bool = setting(
+        True, help="let only those in that show a certificate of --tls-ca-file, where that is set"
+    )
+
     @property
     def tls(self) -> TlsConfig | None:
         """TLS for this process's server and its connections; None where no file is named."""
         if not (self.tls_ca_file or self.tls_cert_file or self.tls_key_file):
             return None
-        return TlsConfig(self.tls_ca_file, self.tls_cert_file, self.tls_key_file)
+        return TlsConfig(self.tls_ca_file, self.tls_cert_file, self.tls_key_file, self.tls_client_auth)
 
 
 def parse_settings(
