@@ -51,6 +51,7 @@ class CoreProcess:
             settings.worker,
             self.incarnation,
             on_lost=lambda error: self._soon(self._on_worker_lost, error),
+            on_ending=lambda: self._soon(self._on_worker_ending, self._num_losses),
             tls=settings.tls,
             silence_s=settings.worker_silence_s,
             max_message_bytes=settings.max_message_bytes,
@@ -61,6 +62,7 @@ class CoreProcess:
         self._engine: EngineCore | None = None
         self._engine_thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_ending = False
         self._is_stopping = False
         self._is_stalled = False
         self._num_losses = 0
@@ -100,6 +102,7 @@ class CoreProcess:
 
     async def lame_duck(self) -> None:
         """Not ready, but still taking requests: frontends and their balancers get time to hear of it."""
+        self._is_ending = True
         await self._server.lame_duck(self._settings.lame_duck_s)
 
     async def stop(self, drain_s: float) -> None:
@@ -171,6 +174,20 @@ class CoreProcess:
         elif self._reconnect is None:
             self._reconnect = self._spawn(self._reconnect_worker())
         self._update_readiness()
+
+    def _on_worker_ending(self, num_losses: int) -> None:
+        """The worker is to shut down and this core is not: what runs can end well, if nothing new comes."""
+
+        async def refuse_new() -> None:
+            # As long as the lame duck of our own: where all get their signal at once, ours may come a little later.
+            await asyncio.sleep(self._settings.lame_duck_s)
+            if num_losses == self._num_losses and not self._is_ending and not self._is_stopping:
+                self._servicer.unavailable = "the worker is shutting down"
+                self._update_readiness()
+
+        if self._engine is not None:
+            logger.info("the worker shuts down: it gets no new requests after %g s", self._settings.lame_duck_s)
+            self._spawn(refuse_new())
 
     async def _connect_to_worker(self, after_epoch: int, timeout_s: float | None) -> Connection:
         while True:
