@@ -29,6 +29,7 @@ Connect = Callable[[], Awaitable[EngineCoreClient]]
 """Makes a connected client; waits and retries by itself."""
 
 OTHER_MODEL_RETRY_S = 5.0
+"""A core that can't be used is tried again after so long, or as soon as another one is lost."""
 
 
 class _Core:
@@ -166,7 +167,6 @@ class CorePool:
             core.why_unavailable = error.message
             log.warning("cannot use the core %s: %s", core.name, error)
             await client.close()
-            await asyncio.sleep(RETRY_AFTER_S)
             return None
         except BaseException:
             await client.close()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +38,24 @@ def split(entry: str) -> tuple[str, str, int]:
 
 async def resolve(host: str, port: int) -> list[str]:
     """The addresses of a name, sorted, as host:port. Raises OSError where there is none."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = {(family, str(address[0])) for family, _, _, _, address in found}
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[set[tuple[int, str]]] = loop.create_future()
+
+    def look_up() -> None:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            settle(answer.set_result, {(int(family), str(address[0])) for family, _, _, _, address in found})
+        except (OSError, UnicodeError) as error:
+            settle(answer.set_exception, OSError(str(error)))
+
+    def settle(how: Callable[[Any], None], what: object) -> None:
+        # The process may have gone on without an answer, or be over.
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(lambda: None if answer.done() else how(what))
+
+    # Not on the loop's own threads, for which the process would wait at its end: an answer may take very long.
+    threading.Thread(target=look_up, name="look-up", daemon=True).start()
+    addresses = await answer
     return sorted(f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}" for family, ip in addresses)
 
 

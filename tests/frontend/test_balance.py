@@ -34,7 +34,10 @@ def test_key_is_the_prompts_beginning() -> None:
 
 
 def test_same_prefix_same_core_and_prefixes_spread() -> None:
-    """Every frontend chooses alike, and many prefixes make even shares."""
+    """Every frontend chooses alike, many prefixes make even shares, and nothing is remembered of any.
+
+    Case: production-stack#687
+    """
     found = cores(0, 0, 0)
     keys = [prefix_key(ids(range(i, i + 64))) for i in range(3000)]
     chosen = [choose(found, key).name for key in keys]
