@@ -155,8 +155,10 @@ class CorePool:
                 if inputs is None or (found != _identity(inputs.info) and not self.sessions):
                     inputs = await self._off_loop(_make_inputs, client)
                 if found != _identity(inputs.info):
-                    core.why_unavailable = _difference(found, _identity(inputs.info))
-                    log.error("core %s is not used: %s", core.name, core.why_unavailable)
+                    reason = _difference(found, _identity(inputs.info))
+                    if reason != core.why_unavailable:
+                        log.error("core %s is not used: %s", core.name, reason)
+                    core.why_unavailable = reason
                     await client.close()
                     return None
                 self._inputs = inputs
