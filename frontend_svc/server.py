@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
@@ -17,13 +17,18 @@ from frontend_svc.input_processor import TextRequest
 from frontend_svc.outputs import RequestOutput
 from frontend_svc.service import TextService
 from frontend_svc.settings import FrontendSettings
+from frontend_svc.trace_observer import TraceObserver
 from pagewire.engine import TraceContext
-from pagewire.errors import InvalidArgumentError, violation
+from pagewire.errors import InvalidArgumentError, PagewireError, violation
 from pagewire.runtime.lifetime import new_incarnation
 from pagewire.runtime.ready import print_ready
 from pagewire.runtime.server import GrpcServer, wait_for_signal
+from pagewire.runtime.tracing import start_tracing, stop_tracing
 from pagewire.v1 import frontend_pb2 as pb
 from pagewire.v1 import frontend_pb2_grpc
+
+if TYPE_CHECKING:
+    from pagewire.runtime.spans import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -56,16 +61,25 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Streams; a cancelled call ends the request in the core."""
-        text_request = wire.text_request_from_generate(request, _remaining_s(context), _trace_context(context))
+        arguments = (request, _remaining_s(context), _trace_context(context))
+        try:
+            text_request = wire.text_request_from_generate(*arguments)
+        except PagewireError as error:
+            self._service.refuse(wire.unread_request(request, arguments[-1]), error)
+            raise
         await self._respond(text_request, pb.GenerateResponse(), context)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:  # type: ignore[override]
         """Streams; a cancelled call ends the request in the core."""
         arguments = (request, _remaining_s(context), _trace_context(context))
-        if request.ByteSize() <= MAX_BYTES_READ_ON_LOOP:
-            text_request = wire.text_request_from_chat(*arguments)
-        else:
-            text_request = await self._service.off_loop(wire.text_request_from_chat, *arguments)
+        try:
+            if request.ByteSize() <= MAX_BYTES_READ_ON_LOOP:
+                text_request = wire.text_request_from_chat(*arguments)
+            else:
+                text_request = await self._service.off_loop(wire.text_request_from_chat, *arguments)
+        except PagewireError as error:
+            self._service.refuse(wire.unread_request(request, arguments[-1]), error)
+            raise
         await self._respond(text_request, pb.ChatResponse(), context)
 
     async def _respond(self, request: TextRequest, message: wire.Response, context: Context) -> None:
@@ -160,6 +174,14 @@ class FrontendServer:
 async def serve(settings: FrontendSettings) -> int:
     """Runs a frontend until SIGINT or SIGTERM, then drains. Returns the exit status."""
     incarnation = new_incarnation()
+    tracer = start_tracing("frontend", incarnation)
+    try:
+        return await _serve(settings, incarnation, tracer)
+    finally:
+        await stop_tracing(tracer)
+
+
+async def _serve(settings: FrontendSettings, incarnation: str, tracer: Tracer | None) -> int:
     server = GrpcServer(
         [SERVICE_NAME],
         host=settings.host,
@@ -183,7 +205,8 @@ async def serve(settings: FrontendSettings) -> int:
             has_printed = True
             print_ready("frontend", settings.host, server.port, incarnation)
 
-    service = TextService(connect, max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready)
+    observers = [TraceObserver(tracer, settings.host, lambda: server.port)] if tracer is not None else []
+    service = TextService(connect, max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready, observers=observers)
     frontend = FrontendServer(service, server)
     port = await frontend.start()
     log.info("listening on %s:%d, core at %s", settings.host, port, settings.core)

@@ -36,6 +36,7 @@ from pagewire.client_types import (
 )
 from pagewire.engine import AbortOutcome
 from pagewire.errors import DeadlineExceededError, PagewireError, UnavailableError
+from pagewire.runtime.propagation import Metadata, trace_metadata
 from pagewire.runtime.status import from_rpc_error
 from pagewire.runtime.transport import TlsConfig, secure_or_insecure_channel, sync_channel
 from pagewire.sampling import SamplingParams
@@ -97,8 +98,11 @@ class Client:
         except grpc.RpcError as error:
             raise _error(error, self.target, request) from None
 
-    def _stream(self, method: str, request: Any, timeout_s: float | None) -> Iterator[Response]:
-        call = getattr(self._stub, method)(request, timeout=self._timeout_s if timeout_s is None else timeout_s)
+    def _stream(
+        self, method: str, request: Any, timeout_s: float | None, metadata: Metadata | None
+    ) -> Iterator[Response]:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        call = getattr(self._stub, method)(request, timeout=timeout_s, metadata=metadata)
         try:
             for message in call:
                 yield read_response(message)
@@ -119,7 +123,7 @@ class Client:
         """Completes a prompt (text or token ids) and yields what is new as it comes."""
         options = options or RequestOptions()
         request = generate_request(prompt, make_sampling_params(params, sampling), options)
-        return self._stream("Generate", request, timeout_s)
+        return self._stream("Generate", request, timeout_s, trace_metadata(options.trace_context))
 
     def complete(
         self,
@@ -145,7 +149,7 @@ class Client:
         """Answers a conversation, rendered with the model's chat template, and yields what is new as it comes."""
         options = options or RequestOptions()
         request = chat_request(messages, make_sampling_params(params, sampling), options)
-        return self._stream("Chat", request, timeout_s)
+        return self._stream("Chat", request, timeout_s, trace_metadata(options.trace_context))
 
     def complete_chat(
         self,
@@ -222,8 +226,11 @@ class AsyncClient:
         except grpc.RpcError as error:
             raise _error(error, self.target, request) from None
 
-    async def _stream(self, method: str, request: Any, timeout_s: float | None) -> AsyncIterator[Response]:
-        call = getattr(self._stub, method)(request, timeout=self._timeout_s if timeout_s is None else timeout_s)
+    async def _stream(
+        self, method: str, request: Any, timeout_s: float | None, metadata: Metadata | None
+    ) -> AsyncIterator[Response]:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        call = getattr(self._stub, method)(request, timeout=timeout_s, metadata=metadata)
         try:
             async for message in call:
                 yield read_response(message)
@@ -244,7 +251,7 @@ class AsyncClient:
         """Completes a prompt (text or token ids) and yields what is new as it comes."""
         options = options or RequestOptions()
         request = generate_request(prompt, make_sampling_params(params, sampling), options)
-        return self._stream("Generate", request, timeout_s)
+        return self._stream("Generate", request, timeout_s, trace_metadata(options.trace_context))
 
     async def complete(
         self,
@@ -271,7 +278,7 @@ class AsyncClient:
         """Answers a conversation, rendered with the model's chat template, and yields what is new as it comes."""
         options = options or RequestOptions()
         request = chat_request(messages, make_sampling_params(params, sampling), options)
-        return self._stream("Chat", request, timeout_s)
+        return self._stream("Chat", request, timeout_s, trace_metadata(options.trace_context))
 
     async def complete_chat(
         self,
