@@ -22,7 +22,6 @@ What a core that keeps two plans in flight can rely on:
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -162,9 +161,12 @@ class ExecuteSession:
         future: Future[StepResult] = self._compute.submit(execute, delivers=True)
         future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._on_done, done, key))
         if tell is not None:
-            # A turn of the loop later: the result sets off first.
-            soon = functools.partial(self._loop.call_soon_threadsafe, self._loop.call_soon, tell)
-            future.add_done_callback(lambda done: soon(done, time.monotonic_ns()))
+            future.add_done_callback(lambda done: self._tell_soon(tell, done))
+
+    def _tell_soon(self, tell: Callable[[Future[StepResult], int], None], done: Future[StepResult]) -> None:
+        """Tells the observers of a step that has ended now, a turn of the loop later: its result sets off first."""
+        ended_ns = time.monotonic_ns()
+        self._loop.call_soon_threadsafe(lambda: self._loop.call_soon(tell, done, ended_ns))
 
     def _on_done(self, future: Future[StepResult], key: tuple[int, int]) -> None:
         self.num_pending -= 1
