@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
-for folder in (HERE, HERE.parent / "core", HERE.parent / "frontend"):
-    sys.path.insert(0, str(folder))
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "frontend"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from otlp_receiver import OtlpReceiver
+from trace_support import Traces
 from traced_processes import Collector, TracedDeployment, write_model
 
 
@@ -40,3 +42,14 @@ def traced_deployment(collector: Collector, tiny_model: Path) -> Iterator[Traced
     found = TracedDeployment(collector.endpoint, tiny_model)
     yield found
     found.stop()
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
+    """A tracer whose spans stay in this process; every span without a parent is sampled."""
+    for name in list(os.environ):
+        if name.startswith("OTEL_"):
+            monkeypatch.delenv(name)
+    found = Traces()
+    yield found
+    found.tracer.close(5)

@@ -67,9 +67,10 @@ async def main(target: str, what: str) -> dict[str, Any]:
             "refused": {**short, "temperature": -1.0},
         }
         pair = await asyncio.gather(*(call(client, name, **calls.pop(name)) for name in ("pair a", "pair b")))
-        return {
-            k: v for said in [*pair, *[await call(client, n, **c) for n, c in calls.items()]] for k, v in said.items()
-        }
+        found = pair[0] | pair[1]
+        for name, sampling in calls.items():
+            found |= await call(client, name, **sampling)
+        return found
 
 
 if __name__ == "__main__":
