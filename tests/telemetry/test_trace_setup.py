@@ -154,12 +154,8 @@ def test_the_resource_is_the_variables_before_ours(monkeypatch: pytest.MonkeyPat
     assert make_resource("pagewire-core", "i").attributes["service.name"] == "pagewire-core"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "other")
     said = make_resource("pagewire-core", "i").attributes
-    assert {
-        "service.name": "other",
-        "service.namespace": "llm",
-        "host.name": "node-7",
-        "k8s.pod.name": "core-0",
-    }.items() <= (said.items())
+    wanted = {"service.name": "other", "service.namespace": "llm", "host.name": "node-7", "k8s.pod.name": "core-0"}
+    assert wanted.items() <= said.items()
     assert said["service.instance.id"] == "i" and said["service.version"]
     monkeypatch.delenv("OTEL_RESOURCE_ATTRIBUTES")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
