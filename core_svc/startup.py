@@ -91,7 +91,7 @@ class CoreProcess:
         """Waits for the worker, loads the model, starts the engine and becomes ready."""
         connection = await self._connect_to_worker(0, self._settings.startup_timeout_s)
         config = self._settings.engine_config()
-        tracing = TraceObserver(self._tracer) if self._tracer is not None else None
+        tracing = self._trace_observer()
         engine = EngineCore(
             self._executor,
             connection.model,
@@ -110,6 +110,11 @@ class CoreProcess:
         self._engine_thread.start()
         self._spawn(self._pulse())
         self._become_available()
+
+    def _trace_observer(self) -> TraceObserver | None:
+        if self._tracer is None:
+            return None
+        return TraceObserver(self._tracer, self._settings.trace_step_interval)
 
     async def stop(self, drain_s: float) -> None:
         """Refuses new requests, lets running ones end for `drain_s`, aborts the rest, delivers, and lets go."""

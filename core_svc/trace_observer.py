@@ -1,7 +1,9 @@
 """A core's spans: `engine.request` of each request with its intervals, and `engine.step` of the steps they are in.
 
 Steps are traces of their own, linked to the requests in them, for a step belongs to all of them. Only steps with a
-sampled request are traced; while there is none, a step costs a look at a counter and at the requests it admits.
+sampled request are traced, and of those only a request's first ones and every so many later: a span takes a tenth of a
+millisecond or two to make, encode and send. While no request is sampled, a step costs a look at a counter and at the
+requests that it admits.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from core_svc.observer import EventKind, RequestEvent, StepRecord
 from core_svc.plan_builder import ScheduledStep
-from core_svc.request import NO_SLOT, Request
+from core_svc.request import Request
 from core_svc.trace_attributes import request_attributes, step_attributes
 from pagewire.engine import FinishReason, TraceContext
 from pagewire.runtime.tracing import SpanEvent
@@ -21,8 +23,9 @@ if TYPE_CHECKING:
     from core_svc.scheduler import Scheduler
     from pagewire.runtime.spans import OpenSpan, Tracer
 
+DEFAULT_STEP_INTERVAL = 32
 MAX_STEPS_NOTED = 128
-"""Steps that a request's span names; of later ones it counts."""
+"""Steps that a request's span names; later ones it counts."""
 MAX_EVENTS = 64
 """Preemptions and resumptions that a request's span tells of; its attributes count all."""
 MAX_OPEN_STEPS = 64
@@ -43,13 +46,18 @@ class TracedRequest:
     last_step: int = 0
     step_numbers: list[int] = field(default_factory=list)
     step_links: list[Any] = field(default_factory=list)
+    """To those of its steps that are traced."""
 
-    def note_step(self, number: int, link: Any) -> None:
+    def note_step(self, number: int) -> None:
         """It is in this step."""
         self.num_steps += 1
         self.last_step = number
-        if len(self.step_numbers) < MAX_STEPS_NOTED:
+        if self.num_steps <= MAX_STEPS_NOTED:
             self.step_numbers.append(number)
+
+    def note_traced_step(self, link: Any) -> None:
+        """And that one is traced."""
+        if len(self.step_links) < MAX_STEPS_NOTED:
             self.step_links.append(link)
 
     def note(self, event: SpanEvent) -> None:
@@ -69,14 +77,20 @@ class OpenStep:
 
 
 class TraceObserver:
-    """Traces one engine. Belongs to its thread; `watch` comes before its loop."""
+    """Traces one engine. Belongs to its thread; `watch` comes before its loop.
 
-    def __init__(self, tracer: Tracer) -> None:
+    Args:
+        tracer: makes the spans.
+        step_interval: a sampled request has its first so many steps traced, and then every one of so many; 1: all.
+    """
+
+    def __init__(self, tracer: Tracer, step_interval: int = DEFAULT_STEP_INTERVAL) -> None:
         self._tracer = tracer
+        self._step_interval = step_interval
         self._scheduler: Scheduler | None = None
-        self._requests: dict[Request, TracedRequest | None] = {}
-        """Those that live, None for those that are not sampled."""
-        self._num_sampled = 0
+        self._sampled: dict[Request, TracedRequest] = {}
+        self._unsampled: set[Request] = set()
+        """Settled once for each request."""
         self._steps: dict[int, OpenStep] = {}
         self._num_preemptions = 0
 
@@ -85,27 +99,29 @@ class TraceObserver:
         self._scheduler = scheduler
 
     def begin_step(self, step: ScheduledStep) -> TraceContext | None:
-        """Begins the step's span if a sampled request is in it."""
-        stats = self._scheduler.stats if self._scheduler is not None else None
-        num_preemptions = stats.num_preemptions - self._num_preemptions if stats is not None else 0
-        self._num_preemptions += num_preemptions
+        """Begins the step's span if a sampled request is in it that is due."""
+        num_preemptions = self._take_preemptions()
         if num_new := len(step.plan.new_requests):
             # A new request is scheduled before its events are told.
             self._begin_requests(step.requests[len(step.requests) - num_new :])
-        if not self._num_sampled:
+        if not self._sampled:
             return None
         scheduled = set(step.slots.tolist())
-        traced = [t for r, t in self._requests.items() if t is not None and r.slot != NO_SLOT and r.slot in scheduled]
-        if not traced:
+        present = [traced for request, traced in self._sampled.items() if request.slot in scheduled]
+        is_due = False
+        for traced in present:
+            traced.note_step(step.number)
+            is_due |= traced.num_steps <= self._step_interval or not traced.num_steps % self._step_interval
+        if not is_due:
             return None
         span = self._tracer.begin_root("engine.step", "client", step.planned_ns)
         link = span.link
-        for request in traced:
-            request.note_step(step.number, link)
+        for traced in present:
+            traced.note_traced_step(link)
         if len(self._steps) >= MAX_OPEN_STEPS:
             self._steps.clear()
-        links = [request.link for request in traced[: self._tracer.max_links]]
-        self._steps[step.number] = OpenStep(span, links, len(traced), num_preemptions, self._kv_use())
+        links = [traced.link for traced in present[: self._tracer.max_links]]
+        self._steps[step.number] = OpenStep(span, links, len(present), num_preemptions, self._kv_use())
         return span.trace_context
 
     def observe(self, steps: Sequence[StepRecord], events: Sequence[RequestEvent], publish_ns: int) -> None:
@@ -119,12 +135,16 @@ class TraceObserver:
 
     def _begin_requests(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            if request in self._requests:
+            if request in self._sampled or request in self._unsampled:
+                continue
+            if self._tracer.is_unsampled(request.trace_context):
+                self._unsampled.add(request)
                 continue
             span = self._tracer.begin("engine.request", "server", request.queued_ns, parent=request.trace_context)
-            is_sampled = span.is_sampled
-            self._requests[request] = TracedRequest(span, span.link) if is_sampled else None
-            self._num_sampled += is_sampled
+            if span.is_sampled:
+                self._sampled[request] = TracedRequest(span, span.link)
+            else:
+                self._unsampled.add(request)
 
     def _on_event(self, event: RequestEvent) -> None:
         request = event.request
@@ -132,12 +152,11 @@ class TraceObserver:
             self._begin_requests((request,))
             return
         if event.kind is EventKind.ENDED:
-            traced = self._requests.pop(request, None)
-            if traced is not None:
-                self._num_sampled -= 1
-                self._end_request(request, traced, event.time_ns)
+            self._unsampled.discard(request)
+            if (ended := self._sampled.pop(request, None)) is not None:
+                self._end_request(request, ended, event.time_ns)
             return
-        traced = self._requests.get(request)
+        traced = self._sampled.get(request)
         if traced is None:
             return
         if event.kind is EventKind.PREEMPTED:
@@ -172,6 +191,13 @@ class TraceObserver:
         attributes = step_attributes(record, found, self._scheduler)
         error = None if record.error is None else str(record.error)
         self._tracer.end(found.span, record.updated_ns, attributes, links=found.links, error=error)
+
+    def _take_preemptions(self) -> int:
+        """How many there were since the last step."""
+        if self._scheduler is None:
+            return 0
+        before, self._num_preemptions = self._num_preemptions, self._scheduler.stats.num_preemptions
+        return self._num_preemptions - before
 
     def _kv_use(self) -> float:
         if self._scheduler is None:

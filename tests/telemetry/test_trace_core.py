@@ -9,14 +9,15 @@ from core_support import FRONTEND, Harness, make_request, params
 from trace_support import Traces, ids, parent
 
 from core_svc.fake_executor import FakeOptions
-from core_svc.trace_observer import MAX_STEPS_NOTED, TraceObserver
+from core_svc.trace_observer import DEFAULT_STEP_INTERVAL, MAX_STEPS_NOTED, TraceObserver
 from pagewire.engine import AbortReason, EngineRequest
 from pagewire.errors import InternalError
 
 
 def traced_engine(traces: Traces, **options: Any) -> tuple[Harness, TraceObserver]:
+    interval = options.pop("step_interval", DEFAULT_STEP_INTERVAL)
     harness = Harness(**options)
-    observer = TraceObserver(traces.tracer)
+    observer = TraceObserver(traces.tracer, interval)
     observer.watch(harness.scheduler)
     harness.engine._observers = [observer]
     harness.scheduler.journal.is_on = True
@@ -24,7 +25,7 @@ def traced_engine(traces: Traces, **options: Any) -> tuple[Harness, TraceObserve
 
 
 def assert_nothing_is_kept(observer: TraceObserver) -> None:
-    assert not observer._requests and not observer._steps and not observer._num_sampled
+    assert not observer._sampled and not observer._unsampled and not observer._steps
 
 
 def request(number: int, prompt: int = 6, max_tokens: int = 8, **changes: Any) -> EngineRequest:
@@ -85,7 +86,7 @@ def test_unsampled_parents_are_honoured_and_cost_steps_nothing(traces: Traces) -
     harness, observer = traced_engine(traces)
     harness.add(*(request(i, trace_context=parent(is_sampled=False)) for i in range(4)))
     harness.step()
-    assert not observer._num_sampled and len(observer._requests) == 4
+    assert not observer._sampled and len(observer._unsampled) == 4
 
     class Unread:
         def __getattr__(self, name: str) -> Any:
@@ -155,7 +156,7 @@ def test_failed_steps_and_their_requests(traces: Traces, async_scheduling: bool)
 def test_links_and_noted_steps_are_capped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_SPAN_LINK_COUNT_LIMIT", "4")
     traces = Traces()
-    harness, _ = traced_engine(traces)
+    harness, _ = traced_engine(traces, step_interval=1)
     harness.add(*(request(i, max_tokens=MAX_STEPS_NOTED + 10) for i in range(6)))
     harness.run()
     for step in traces.spans.named("engine.step"):
@@ -173,3 +174,20 @@ def test_a_core_without_a_traced_frontend_begins_traces(traces: Traces) -> None:
     harness.run()
     found = traces.spans.named("engine.request")
     assert [f.parent_id for f in found] == ["", ""] and found[0].trace_id != found[1].trace_id
+
+
+def test_late_steps_are_traced_now_and_then(traces: Traces) -> None:
+    """A request's first steps and every so many later; a newcomer has its own first ones traced."""
+    harness, _ = traced_engine(traces, step_interval=4)
+    harness.add(request(1, max_tokens=20))
+    for _ in range(10):
+        harness.step()
+    harness.add(request(2, max_tokens=6))
+    harness.run()
+    old, new = (traces.spans.one("engine.request", pagewire__request=number) for number in ("1", "2"))
+    traced = {step.attributes["pagewire.step"]: step for step in traces.spans.named("engine.step")}
+    assert sorted(traced) == [1, 2, 3, 4, 8, *range(11, 15), 16, 20]
+    assert old.links == [traced[number].link for number in sorted(traced)]
+    assert new.links == [traced[number].link for number in (11, 12, 13, 14, 16)]
+    assert old.attributes["pagewire.step.numbers"] == list(range(1, 21))
+    assert all(set(traced[number].links) == {old.link, new.link} for number in (11, 16))

@@ -16,14 +16,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, cast
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import SpanLimits, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.sdk.trace.id_generator import IdGenerator
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.sdk.trace import Event, ReadableSpan, SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
     Link,
     NonRecordingSpan,
@@ -91,19 +91,20 @@ class Tracer:
     """
 
     def __init__(self, exporter: SpanExporter, resource: Resource) -> None:
-        self._exporter = exporter
-        self._processor = BatchSpanProcessor(exporter)
-        # Read from OTEL_TRACES_SAMPLER by the library; whether a span is sampled is settled when it begins.
+        self._exporter = _MakingExporter(exporter, resource)
+        self._processor = BatchSpanProcessor(self._exporter)
+        # The library reads OTEL_TRACES_SAMPLER where a provider is made.
         self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler
-        self._ids = _Ids()
-        provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False, id_generator=self._ids)
-        provider.add_span_processor(self._processor)
-        self._tracer = provider.get_tracer("pagewire", _version())
-        self._lock = threading.Lock()
+        self._random = random.Random(os.urandom(32))
         self._clock = _WallClock()
+        self._honours_unsampled = self._is_honouring_unsampled()
         limit = SpanLimits().max_links
         self.max_links = 128 if limit is None else limit
         """Links of a span; OTEL_SPAN_LINK_COUNT_LIMIT."""
+
+    def is_unsampled(self, parent: TraceContext | None) -> bool:
+        """Whether a span with this parent is not sampled, where that can be seen at a glance."""
+        return self._honours_unsampled and parent is not None and parent.traceparent.endswith("-00")
 
     def begin(
         self,
@@ -119,22 +120,22 @@ class Tracer:
         A parent that is not valid W3C is as good as none: the span begins a trace.
         """
         above = _read(parent)
-        trace_id = above.trace_id if above is not None else self._ids.new_trace_id()
+        trace_id = above.trace_id if above is not None else self._new_id(128)
         found = self._sampler.should_sample(_inside(above), trace_id, name, KINDS[kind], _set_ones(attributes), ())
         is_sampled: bool = found.decision.is_sampled()  # type: ignore[no-untyped-call]
         flags = (TraceFlags.SAMPLED if is_sampled else 0) | (above.trace_flags & RANDOM_TRACE_ID if above else 0)
-        context = SpanContext(trace_id, self._ids.new_span_id(), False, TraceFlags(flags), found.trace_state)
+        context = SpanContext(trace_id, self._new_id(64), False, TraceFlags(flags), found.trace_state)
         return OpenSpan(name, KINDS[kind], start_ns, context, above)
 
     def begin_child(self, parent: OpenSpan, name: str, kind: str, start_ns: int) -> OpenSpan:
         """A span under one of this process."""
         above = parent.context
-        context = SpanContext(above.trace_id, self._ids.new_span_id(), False, above.trace_flags, above.trace_state)
+        context = SpanContext(above.trace_id, self._new_id(64), False, above.trace_flags, above.trace_state)
         return OpenSpan(name, KINDS[kind], start_ns, context, above)
 
     def begin_root(self, name: str, kind: str, start_ns: int) -> OpenSpan:
         """A span that begins a trace and is sampled: who asks has decided."""
-        context = SpanContext(self._ids.new_trace_id(), self._ids.new_span_id(), False, TraceFlags(TraceFlags.SAMPLED))
+        context = SpanContext(self._new_id(128), self._new_id(64), False, TraceFlags(TraceFlags.SAMPLED))
         return OpenSpan(name, KINDS[kind], start_ns, context, None)
 
     def end(
@@ -149,22 +150,11 @@ class Tracer:
     ) -> None:
         """Hands a sampled span over to be sent, as failed where `error` (a description, may be empty) is given."""
         to_wall = self._clock.offset_ns()
-        with self._lock:
-            self._ids.preset = (span.context.trace_id, span.context.span_id)
-            made = self._tracer.start_span(
-                span.name,
-                _inside(span.parent),
-                span.kind,
-                _set_ones(attributes),
-                links[: self.max_links],
-                start_time=span.start_ns + to_wall,
-            )
-            self._ids.preset = None
-        for event in events:
-            made.add_event(event.name, _set_ones(event.attributes), event.time_ns + to_wall)
-        if error is not None:
-            made.set_status(Status(StatusCode.ERROR, error.encode(errors="replace").decode() or None))
-        made.end(max(end_ns, span.start_ns) + to_wall)
+        ended = _EndedSpan(
+            span, max(end_ns, span.start_ns), to_wall, attributes, events, links[: self.max_links], error
+        )
+        # It asks for the context alone, and whether that is sampled.
+        self._processor.on_end(cast(ReadableSpan, ended))
 
     def close(self, timeout_s: float) -> None:
         """Sends what has ended, for `timeout_s` at most; what ends later is lost."""
@@ -175,31 +165,70 @@ class Tracer:
             # Ends the exporter's retries; its thread is a daemon, and keeps no process alive.
             self._exporter.shutdown()
 
+    def _new_id(self, num_bits: int) -> int:
+        # Not of Python's own generator: a program that seeds that would make the same ids again.
+        return self._random.getrandbits(num_bits) or 1
 
-class _Ids(IdGenerator):
-    """Random ids, or those that were settled when a span began.
+    def _is_honouring_unsampled(self) -> bool:
+        """Whether the sampler follows a parent that is not sampled, asked with the trace id that any ratio samples."""
+        parent = SpanContext(1, 1, True, TraceFlags(0))
+        found = self._sampler.should_sample(_inside(parent), 1, "", SpanKind.SERVER, {}, ())
+        return not found.decision.is_sampled()  # type: ignore[no-untyped-call]
 
-    With a generator of its own, seeded by the system: a program that seeds Python's would make the same ids again.
-    """
 
-    def __init__(self) -> None:
-        self._random = random.Random(os.urandom(32))
-        self.preset: tuple[int, int] | None = None
+@dataclass(slots=True)
+class _EndedSpan:
+    """A span on its way to the exporter's thread, which has the time to make one of the library's of it."""
 
-    def new_trace_id(self) -> int:
-        return self._random.getrandbits(128) or 1
+    span: OpenSpan
+    end_ns: int
+    to_wall_ns: int
+    attributes: Attributes | None
+    events: Sequence[SpanEvent]
+    links: Sequence[Link]
+    error: str | None
 
-    def new_span_id(self) -> int:
-        return self._random.getrandbits(64) or 1
+    @property
+    def context(self) -> SpanContext:
+        return self.span.context
 
-    def generate_trace_id(self) -> int:
-        return self.new_trace_id() if self.preset is None else self.preset[0]
+    def make(self, resource: Resource, scope: InstrumentationScope, limits: SpanLimits) -> ReadableSpan:
+        """The library's form. It is what exporters take; its own way there is to hold a span open from its begin."""
+        span, to_wall_ns, longest = self.span, self.to_wall_ns, limits.max_span_attribute_length
+        events = [Event(e.name, _set_ones(e.attributes), e.time_ns + to_wall_ns) for e in self.events]
+        status = Status()
+        if self.error is not None:
+            status = Status(StatusCode.ERROR, self.error.encode(errors="replace").decode() or None)
+        return ReadableSpan(
+            span.name,
+            span.context,
+            span.parent,
+            resource,
+            {key: _cut(value, longest) for key, value in _set_ones(self.attributes).items()},
+            events[: limits.max_events],
+            self.links,
+            span.kind,
+            status=status,
+            start_time=span.start_ns + to_wall_ns,
+            end_time=self.end_ns + to_wall_ns,
+            instrumentation_scope=scope,
+        )
 
-    def generate_span_id(self) -> int:
-        return self.new_span_id() if self.preset is None else self.preset[1]
 
-    def is_trace_id_random(self) -> bool:
-        return False
+class _MakingExporter(SpanExporter):
+    """Makes spans, and gives them to the exporter that sends them."""
+
+    def __init__(self, exporter: SpanExporter, resource: Resource) -> None:
+        self._exporter, self._resource = exporter, resource
+        self._scope = InstrumentationScope("pagewire", _version())
+        self._limits = SpanLimits()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        ended = cast(Sequence[_EndedSpan], spans)
+        return self._exporter.export([each.make(self._resource, self._scope, self._limits) for each in ended])
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
 
 
 class _WallClock:
@@ -286,3 +315,7 @@ def _inside(context: SpanContext | None) -> Context:
 
 def _set_ones(attributes: Attributes | None) -> dict[str, str | bool | int | float | Sequence[str] | Sequence[int]]:
     return {key: value for key, value in (attributes or {}).items() if value is not None}
+
+
+def _cut(value: Any, longest: int | None) -> Any:
+    return value[:longest] if isinstance(value, str) else value
