@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,6 +229,12 @@ def test_the_command_line_is_a_part_of_the_trace(
     assert server.kind == "server" and request.trace_id == client.trace_id
 
 
+def is_documented(name: str, text: str) -> bool:
+    """Whether the page has it in backquotes, in full or from one of its dots on."""
+    parts = name.split(".")
+    return any(f"`{'.' if i else ''}{'.'.join(parts[i:])}`" in text for i in range(len(parts)))
+
+
 def test_no_text_and_nothing_but_requests_and_steps(
     calls: dict[str, dict[str, Any]], receiver: OtlpReceiver, traced_deployment: TracedDeployment
 ) -> None:
@@ -247,3 +254,10 @@ def test_no_text_and_nothing_but_requests_and_steps(
     for span in receiver.spans.all():
         said = [span.attributes, span.message, *(attributes for _, _, attributes in span.events)]
         assert "hello" not in str(said) and "world" not in str(said), span
+    page = (Path(__file__).parents[2] / "docs" / "tracing.md").read_text()
+    for span in (span for span in receiver.spans.all() if span.service.startswith("pagewire-")):
+        told = {key for _, _, attributes in span.events for key in attributes} | {name for name, _, _ in span.events}
+        missing = {name for name in {*span.attributes, *told, *span.resource} if not is_documented(name, page)}
+        assert missing - {f"telemetry.sdk.{part}" for part in ("language", "name", "version")} == set(), span.name
+        assert span.name in page
+    assert not is_documented("pagewire.never", page)
