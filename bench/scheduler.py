@@ -29,7 +29,7 @@ from core_svc.executor import ModelSpec
 from core_svc.executor_link import InFlight
 from core_svc.fake_executor import FakeExecutor, FakeOptions
 from core_svc.kv_event_log import KvEventLog
-from pagewire.engine import EngineRequest, StepOutputs
+from pagewire.engine import EngineRequest, StepOutputs, TraceContext
 from pagewire.sampling import SamplingParams
 
 PROMPT_TOKENS = 64
@@ -89,10 +89,15 @@ class Load:
                     sampling,
                     eos_token_ids=(2,),
                     arrival_time_ns=self.num_added,
+                    trace_context=self.trace_context(),
                 )
             )
             self.num_added += 1
         self.engine.add("bench", requests)
+
+    def trace_context(self) -> TraceContext | None:
+        """Of the next request."""
+        return None
 
     def step(self) -> None:
         """One step, after the requests that replace those that ended."""

@@ -15,6 +15,7 @@ from core_svc.kv_event_log import KvEventLog
 from core_svc.output_hub import OutputHub
 from core_svc.server import SERVICE_NAME, EngineCoreServicer, Serving
 from core_svc.settings import CoreSettings
+from core_svc.trace_observer import TraceObserver
 from core_svc.watchdog import StepWatchdog
 from core_svc.worker_client import GrpcExecutor
 from core_svc.worker_link import Connection, WorkerLink, explain
@@ -22,6 +23,7 @@ from pagewire.engine import EngineInfo
 from pagewire.errors import FailedPreconditionError, PagewireError, UnavailableError
 from pagewire.runtime.lifetime import new_incarnation
 from pagewire.runtime.server import GrpcServer
+from pagewire.runtime.tracing import start_tracing, stop_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class CoreProcess:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self.incarnation = new_incarnation()
+        self._tracer = start_tracing("core", self.incarnation)
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """Gets the error that no reconnect can mend."""
         self._server = GrpcServer.for_settings(SERVICE_NAME, settings)
@@ -84,6 +87,7 @@ class CoreProcess:
         """Waits for the worker, loads the model, starts the engine and becomes ready."""
         connection = await self._connect_to_worker(0, self._settings.startup_timeout_s)
         config = self._settings.engine_config()
+        tracing = self._trace_observer()
         engine = EngineCore(
             self._executor,
             connection.model,
@@ -92,7 +96,10 @@ class CoreProcess:
             self._hub.publish,
             on_kv_events=self._kv_log.append,
             epoch=connection.epoch,
+            observers=[tracing] if tracing is not None else [],
         )
+        if tracing is not None:
+            tracing.watch(engine.scheduler)
         self._connection, self._engine = connection, engine
         self._set_serving(config)
         self._engine_thread = threading.Thread(target=self._run_engine, args=(engine,), name="engine", daemon=True)
@@ -104,6 +111,11 @@ class CoreProcess:
         """Not ready, but still taking requests: frontends and their balancers get time to hear of it."""
         self._is_ending = True
         await self._server.lame_duck(self._settings.lame_duck_s)
+
+    def _trace_observer(self) -> TraceObserver | None:
+        if self._tracer is None:
+            return None
+        return TraceObserver(self._tracer, self._settings.trace_step_interval)
 
     async def stop(self, drain_s: float) -> None:
         """Refuses new requests, lets running ones end for `drain_s`, aborts the rest, delivers, and lets go."""
@@ -128,6 +140,7 @@ class CoreProcess:
         self._hub.end_all(UnavailableError(why))
         await self._server.drain(1.0)
         await self._in_thread(self._executor.shutdown)
+        await stop_tracing(self._tracer)
 
     def _set_serving(self, config: EngineConfig) -> None:
         assert self._connection is not None and self._engine is not None

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
@@ -21,13 +21,18 @@ from frontend_svc.input_processor import TextRequest
 from frontend_svc.outputs import RequestOutput
 from frontend_svc.service import TextService
 from frontend_svc.settings import FrontendSettings
+from frontend_svc.trace_observer import TraceObserver
 from pagewire.engine import TraceContext
-from pagewire.errors import InvalidArgumentError, violation
+from pagewire.errors import InvalidArgumentError, PagewireError, violation
 from pagewire.runtime.lifetime import new_incarnation
 from pagewire.runtime.ready import print_ready
 from pagewire.runtime.server import GrpcServer, wait_for_signal
+from pagewire.runtime.tracing import start_tracing, stop_tracing
 from pagewire.v1 import frontend_pb2 as pb
 from pagewire.v1 import frontend_pb2_grpc
+
+if TYPE_CHECKING:
+    from pagewire.runtime.spans import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -64,16 +69,25 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Streams; a cancelled call ends the request in the core."""
-        text_request = wire.text_request_from_generate(request, _remaining_s(context), _trace_context(context))
+        arguments = (request, _remaining_s(context), _trace_context(context))
+        try:
+            text_request = wire.text_request_from_generate(*arguments)
+        except PagewireError as error:
+            self._service.refuse(wire.unread_request(request, arguments[-1]), error)
+            raise
         await self._respond(text_request, pb.GenerateResponse(), context)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:  # type: ignore[override]
         """Streams; a cancelled call ends the request in the core."""
         arguments = (request, _remaining_s(context), _trace_context(context))
-        if request.ByteSize() <= MAX_BYTES_READ_ON_LOOP:
-            text_request = wire.text_request_from_chat(*arguments)
-        else:
-            text_request = await self._service.off_loop(wire.text_request_from_chat, *arguments)
+        try:
+            if request.ByteSize() <= MAX_BYTES_READ_ON_LOOP:
+                text_request = wire.text_request_from_chat(*arguments)
+            else:
+                text_request = await self._service.off_loop(wire.text_request_from_chat, *arguments)
+        except PagewireError as error:
+            self._service.refuse(wire.unread_request(request, arguments[-1]), error)
+            raise
         await self._respond(text_request, pb.ChatResponse(), context)
 
     async def _respond(self, request: TextRequest, message: wire.Response, context: Context) -> None:
@@ -195,6 +209,14 @@ def core_connects(settings: FrontendSettings, targets: Mapping[str, Target]) -> 
 async def serve(settings: FrontendSettings, keys: ApiKeys | None = None) -> int:
     """Runs a frontend until SIGINT or SIGTERM, then drains. Returns the exit status."""
     incarnation = new_incarnation()
+    tracer = start_tracing("frontend", incarnation)
+    try:
+        return await _serve(settings, keys, incarnation, tracer)
+    finally:
+        await stop_tracing(tracer)
+
+
+async def _serve(settings: FrontendSettings, keys: ApiKeys | None, incarnation: str, tracer: Tracer | None) -> int:
     if keys is not None and settings.tls is None and settings.host not in ("127.0.0.1", "::1", "localhost"):
         log.warning("API keys travel in the clear: there is no TLS (--tls-cert-file, --tls-key-file)")
     guards = [] if keys is None else [AuthInterceptor(SERVICE_NAME, keys)]
@@ -208,7 +230,8 @@ async def serve(settings: FrontendSettings, keys: ApiKeys | None = None) -> int:
             has_printed = True
             print_ready("frontend", settings.host, server.port, incarnation)
 
-    service = TextService(max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready)
+    observers = [TraceObserver(tracer, settings.host, lambda: server.port)] if tracer is not None else []
+    service = TextService(max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready, observers=observers)
     follow_cores = follow(settings.core, lambda targets: service.cores.keep(core_connects(settings, targets)))
     frontend = FrontendServer(service, server, follow_cores, keys=keys)
     port = await frontend.start()

@@ -145,6 +145,12 @@ class TextService:
         finally:
             self._observers.ended(timeline)
 
+    def refuse(self, request: TextRequest, error: PagewireError) -> None:
+        """Tells the observers of a request whose message could not be read; `request` has what is known of it."""
+        timeline = RequestTimeline(request, "", error=error)
+        self._observers.began(timeline)
+        self._observers.ended(timeline)
+
     async def _respond(self, timeline: RequestTimeline, write: Write) -> None:
         if self._is_draining:
             raise _shutting_down()
@@ -155,6 +161,7 @@ class TextService:
         ticket = self._tickets.reserve(request.request_id, request.sampling_params.n, request.api_key, limit)
 
         def send(output: RequestOutput) -> Coroutine[Any, Any, None]:
+            timeline.keep_text(output)
             if output.finished:
                 # Before it is sent: who has the last output may use the id again.
                 self._release(ticket)

@@ -99,6 +99,12 @@ def _text_request(
     )
 
 
+def unread_request(request: pb.GenerateRequest | pb.ChatRequest, trace_context: TraceContext | None) -> TextRequest:
+    """What is known of a message that says nothing that could be read."""
+    prompt: str | Conversation = Conversation([]) if isinstance(request, pb.ChatRequest) else ""
+    return TextRequest(prompt, request_id=request.request_id, model=request.model, trace_context=trace_context)
+
+
 def messages_from_proto(messages: Sequence[pb.ChatMessage], path: str) -> list[dict[str, Any]]:
     """Messages as templates read them; what is empty is left out, but for the content."""
     if not messages:

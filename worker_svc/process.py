@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from typing import TYPE_CHECKING
 
 from pagewire.runtime.lifetime import new_incarnation
 from pagewire.runtime.ready import print_ready
 from pagewire.runtime.server import GrpcServer, wait_for_signal
+from pagewire.runtime.tracing import start_tracing, stop_tracing
 from worker_svc.compute import ComputeThread
 from worker_svc.server import SERVICE_NAME, WorkerServicer, add_servicer
 from worker_svc.settings import WorkerSettings
+from worker_svc.trace_observer import TraceObserver
 from worker_svc.worker import Worker
+
+if TYPE_CHECKING:
+    from pagewire.runtime.spans import Tracer
 
 logger = logging.getLogger("worker_svc")
 CORE_MARGIN_S = 3.0
@@ -22,6 +28,14 @@ CORE_MARGIN_S = 3.0
 async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
     """Serves until a signal; returns the exit status."""
     incarnation = new_incarnation()
+    tracer = start_tracing("worker", incarnation)
+    try:
+        return await _serve(settings, compute, incarnation, tracer)
+    finally:
+        await stop_tracing(tracer)
+
+
+async def _serve(settings: WorkerSettings, compute: ComputeThread, incarnation: str, tracer: Tracer | None) -> int:
     worker = Worker(
         settings.device,
         settings.model,
@@ -34,7 +48,8 @@ async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
         cuda_graphs=settings.cuda_graphs,
     )
     server = GrpcServer.for_settings(SERVICE_NAME, settings)
-    servicer = WorkerServicer(worker, compute, incarnation)
+    observers = [TraceObserver(tracer, worker.device)] if tracer is not None else []
+    servicer = WorkerServicer(worker, compute, incarnation, observers)
     add_servicer(servicer, server.aio)
     port = await server.start()
     signalled = asyncio.ensure_future(wait_for_signal())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -26,6 +26,7 @@ from pagewire.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc import wire
 from worker_svc.compute import ComputeThread
 from worker_svc.execute_session import ExecuteSession, StepFailed
+from worker_svc.observer import ExecuteObserver
 from worker_svc.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -43,10 +44,13 @@ T = TypeVar("T")
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """The service of one worker. Its one client is the core that made the newest handshake."""
 
-    def __init__(self, worker: Worker, compute: ComputeThread, incarnation: str) -> None:
+    def __init__(
+        self, worker: Worker, compute: ComputeThread, incarnation: str, observers: Sequence[ExecuteObserver] = ()
+    ) -> None:
         self._worker = worker
         self._compute = compute
         self._incarnation = incarnation
+        self._observers = observers
         self._core = ""
         self._session: ExecuteSession | None = None
         self._is_ending = False
@@ -204,7 +208,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 reason="EPOCH_IN_THE_PAST",
             )
         self._end_session(AbortedError("a newer Execute stream of the same core took this one's place"))
-        self._session = ExecuteSession(core, first.open.epoch, self._worker, self._compute)
+        self._session = ExecuteSession(core, first.open.epoch, self._worker, self._compute, self._observers)
         return self._session
 
     async def _receive(

@@ -36,6 +36,7 @@ from pagewire.client_types import (
 )
 from pagewire.engine import AbortOutcome
 from pagewire.errors import DeadlineExceededError, PagewireError, UnavailableError
+from pagewire.runtime.propagation import Metadata, trace_metadata
 from pagewire.runtime.status import from_rpc_error
 from pagewire.runtime.transport import TlsConfig, secure_or_insecure_channel, sync_channel
 from pagewire.sampling import SamplingParams
@@ -94,8 +95,9 @@ class Client:
         """Closes the connection; running calls are cancelled."""
         self._channel.close()
 
-    def _options(self, timeout_s: float | None) -> dict[str, Any]:
-        return {"timeout": self._timeout_s if timeout_s is None else timeout_s, "metadata": self._metadata}
+    def _options(self, timeout_s: float | None, metadata: Metadata | None = None) -> dict[str, Any]:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return {"timeout": timeout_s, "metadata": (*(self._metadata or ()), *(metadata or ())) or None}
 
     def _call(self, method: str, request: Any, timeout_s: float | None) -> Any:
         try:
@@ -103,8 +105,10 @@ class Client:
         except grpc.RpcError as error:
             raise _error(error, self.target, request) from None
 
-    def _stream(self, method: str, request: Any, timeout_s: float | None) -> Iterator[Response]:
-        call = getattr(self._stub, method)(request, **self._options(timeout_s))
+    def _stream(
+        self, method: str, request: Any, timeout_s: float | None, metadata: Metadata | None
+    ) -> Iterator[Response]:
+        call = getattr(self._stub, method)(request, **self._options(timeout_s, metadata))
         try:
             for message in call:
                 yield read_response(message)
@@ -125,7 +129,7 @@ class Client:
         """Completes a prompt (text or token ids) and yields what is new as it comes."""
         options = options or RequestOptions()
         request = generate_request(prompt, make_sampling_params(params, sampling), options)
-        return self._stream("Generate", request, timeout_s)
+        return self._stream("Generate", request, timeout_s, trace_metadata(options.trace_context))
 
     def complete(
         self,
@@ -151,7 +155,7 @@ class Client:
         """Answers a conversation, rendered with the model's chat template, and yields what is new as it comes."""
         options = options or RequestOptions()
         request = chat_request(messages, make_sampling_params(params, sampling), options)
-        return self._stream("Chat", request, timeout_s)
+        return self._stream("Chat", request, timeout_s, trace_metadata(options.trace_context))
 
     def complete_chat(
         self,
@@ -223,8 +227,9 @@ class AsyncClient:
         """Closes the connection; running calls are cancelled."""
         await self._channel.close()
 
-    def _options(self, timeout_s: float | None) -> dict[str, Any]:
-        return {"timeout": self._timeout_s if timeout_s is None else timeout_s, "metadata": self._metadata}
+    def _options(self, timeout_s: float | None, metadata: Metadata | None = None) -> dict[str, Any]:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return {"timeout": timeout_s, "metadata": (*(self._metadata or ()), *(metadata or ())) or None}
 
     async def _call(self, method: str, request: Any, timeout_s: float | None) -> Any:
         try:
@@ -232,8 +237,10 @@ class AsyncClient:
         except grpc.RpcError as error:
             raise _error(error, self.target, request) from None
 
-    async def _stream(self, method: str, request: Any, timeout_s: float | None) -> AsyncIterator[Response]:
-        call = getattr(self._stub, method)(request, **self._options(timeout_s))
+    async def _stream(
+        self, method: str, request: Any, timeout_s: float | None, metadata: Metadata | None
+    ) -> AsyncIterator[Response]:
+        call = getattr(self._stub, method)(request, **self._options(timeout_s, metadata))
         try:
             async for message in call:
                 yield read_response(message)
@@ -254,7 +261,7 @@ class AsyncClient:
         """Completes a prompt (text or token ids) and yields what is new as it comes."""
         options = options or RequestOptions()
         request = generate_request(prompt, make_sampling_params(params, sampling), options)
-        return self._stream("Generate", request, timeout_s)
+        return self._stream("Generate", request, timeout_s, trace_metadata(options.trace_context))
 
     async def complete(
         self,
@@ -281,7 +288,7 @@ class AsyncClient:
         """Answers a conversation, rendered with the model's chat template, and yields what is new as it comes."""
         options = options or RequestOptions()
         request = chat_request(messages, make_sampling_params(params, sampling), options)
-        return self._stream("Chat", request, timeout_s)
+        return self._stream("Chat", request, timeout_s, trace_metadata(options.trace_context))
 
     async def complete_chat(
         self,

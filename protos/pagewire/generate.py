@@ -6,13 +6,18 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pagewire.client import Client, Response
+from pagewire.client_trace import call_span, client_tracing
+from pagewire.client_types import RequestOptions
 from pagewire.errors import PagewireError
 from pagewire.runtime.transport import TlsConfig
 from pagewire.sampling_flags import add_sampling_flags, sampling_from_flags
+
+if TYPE_CHECKING:
+    from pagewire.runtime.spans import Tracer
 
 DEFAULT_SERVER = "127.0.0.1:50051"
 
@@ -87,8 +92,9 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     prompt = _read_prompt() if arguments.prompt in (None, "-") else arguments.prompt
     try:
-        with Client(arguments.server, timeout_s=arguments.timeout, **connection(arguments)) as client:
-            _ask(client, prompt, arguments)
+        client = Client(arguments.server, timeout_s=arguments.timeout, **connection(arguments))
+        with client_tracing() as tracer, client:
+            _ask(client, prompt, arguments, tracer)
     except BrokenPipeError:
         # The reader of our output has gone, as in `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -106,16 +112,23 @@ def _read_prompt() -> str:
     return sys.stdin.read()
 
 
-def _ask(client: Client, prompt: str, arguments: argparse.Namespace) -> None:
+def _ask(client: Client, prompt: str, arguments: argparse.Namespace, tracer: Tracer | None) -> None:
     sampling = sampling_from_flags(arguments)
     is_chat = arguments.chat if arguments.chat is not None else client.get_model().has_chat_template
+    with call_span(tracer, client.target, "Chat" if is_chat else "Generate") as trace_context:
+        options = RequestOptions(trace_context=trace_context)
+        if is_chat:
+            system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+            parts = client.chat([*system, {"role": "user", "content": prompt}], options=options, **sampling)
+        else:
+            parts = client.generate(prompt, options=options, **sampling)
+        _print(parts, sampling.get("n", 1), arguments.quiet)
+
+
+def _print(parts: Iterator[Response], n: int, is_quiet: bool) -> None:
+    """Prints what comes, as it comes if there is one completion."""
     started = time.monotonic()
-    if is_chat:
-        system = [{"role": "system", "content": arguments.system}] if arguments.system else []
-        parts = client.chat([*system, {"role": "user", "content": prompt}], **sampling)
-    else:
-        parts = client.generate(prompt, **sampling)
-    if sampling.get("n", 1) > 1:
+    if n > 1:
         collected = list(parts)
         _print_all(collected)
         last = collected[-1] if collected else None
@@ -124,7 +137,7 @@ def _ask(client: Client, prompt: str, arguments: argparse.Namespace) -> None:
         for last in parts:
             print(last.text, end="", flush=True)
         print(flush=True)
-    if last is not None and last.usage is not None and not arguments.quiet:
+    if last is not None and last.usage is not None and not is_quiet:
         usage, reason = last.usage, next((o.finish_reason for o in last.outputs if o.finish_reason), None)
         print(
             f"[{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} generated "

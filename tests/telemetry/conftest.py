@@ -1,0 +1,55 @@
+"""Fixtures of the tests of traces: one receiver, one collector and one deployment for all that do not break them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "frontend"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from otlp_receiver import OtlpReceiver
+from trace_support import Traces
+from traced_processes import Collector, TracedDeployment, write_model
+
+
+@pytest.fixture(scope="session")
+def receiver() -> Iterator[OtlpReceiver]:
+    found = OtlpReceiver()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def collector(receiver: OtlpReceiver, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
+    found = Collector(receiver.endpoint, tmp_path_factory.mktemp("rotel"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def traced_deployment(collector: Collector, tiny_model: Path) -> Iterator[TracedDeployment]:
+    found = TracedDeployment(collector.endpoint, tiny_model)
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
+    """A tracer whose spans stay in this process; every span without a parent is sampled."""
+    for name in list(os.environ):
+        if name.startswith("OTEL_"):
+            monkeypatch.delenv(name)
+    found = Traces()
+    yield found
+    found.tracer.close(5)
