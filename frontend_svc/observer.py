@@ -31,6 +31,8 @@ class RequestTimeline:
     """Its completions, usage, finish reasons and the time of its first token; None where it was refused before."""
     abort_reason: AbortReason | None = None
     """Set where this frontend ended it before its completions had ended by themselves."""
+    api_key: str = ""
+    """Name of the key that the caller showed; empty without one."""
     error: BaseException | None = None
     """What the caller got; CancelledError where it went away."""
 

@@ -206,7 +206,8 @@ class TextService:
             for engine_request in engine_requests:
                 engine_request.remaining_ms = max(0, int(remaining_s * 1000))
         await session.hand_over(ticket, parent, engine_requests)
-        timeline.added_ns = time.monotonic_ns()
+        if parent.error is None:
+            timeline.added_ns = time.monotonic_ns()
         return parent
 
     def abort(self, request_ids: Sequence[str]) -> list[AbortOutcome]:

@@ -26,6 +26,7 @@ from pagewire.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc import wire
 from worker_svc.compute import ComputeThread
 from worker_svc.execute_session import ExecuteSession, StepFailed
+from worker_svc.metrics import StepMetrics
 from worker_svc.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -40,10 +41,13 @@ T = TypeVar("T")
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """The service of one worker. Its one client is the core that made the newest handshake."""
 
-    def __init__(self, worker: Worker, compute: ComputeThread, incarnation: str) -> None:
+    def __init__(
+        self, worker: Worker, compute: ComputeThread, incarnation: str, metrics: StepMetrics | None = None
+    ) -> None:
         self._worker = worker
         self._compute = compute
         self._incarnation = incarnation
+        self._metrics = metrics
         self._core = ""
         self._session: ExecuteSession | None = None
 
@@ -155,6 +159,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     return
                 if isinstance(item, PagewireError):
                     raise item
+                if self._metrics is not None:
+                    self._metrics.count(item)
                 if isinstance(item, StepFailed):
                     yield wire.failure_to_proto(item.epoch, item.step, item.error)
                 elif isinstance(item, StepResult):
@@ -167,6 +173,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             session.end(None)
             if self._session is session:
                 self._session = None
+
+    @property
+    def has_core(self) -> bool:
+        """Whether a core's Execute stream is open. Any thread."""
+        return self._session is not None
 
     async def shut_down(self, grace_s: float) -> None:
         """Lets the plans that are pending end, then the stream, so that the core learns why."""

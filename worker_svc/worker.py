@@ -56,6 +56,7 @@ class WorkerStats:
     num_slots_used: int
     resident_bytes: int
     sleep_level: int
+    kv_pool_bytes: int = 0
 
 
 class Worker:
@@ -89,8 +90,7 @@ class Worker:
                 [violation("gpu_memory_utilization", gpu_memory_utilization, "must be in (0, 1]")]
             )
         self._gpu_memory_utilization, self._cuda_graphs = gpu_memory_utilization, cuda_graphs
-        self._default_model = default_model
-        self._default_quantization = default_quantization
+        self._default_model, self._default_quantization = default_model, default_quantization
         self._default_dtype, self._default_max_model_len = default_dtype, default_max_model_len
         self._kv_cache_memory_bytes = kv_cache_memory_bytes
         self._num_threads = num_threads
@@ -375,8 +375,8 @@ class Worker:
     def stats(self) -> WorkerStats:
         """Numbers about the worker."""
         runner = self._runner
-        num_slots_used = 0 if runner is None else runner.batch.num_slots_used
-        return WorkerStats(self._num_steps, num_slots_used, resident_bytes(), self.sleep_level)
+        num_slots, num_bytes = (0, 0) if runner is None else (runner.batch.num_slots_used, runner.pool.num_bytes)
+        return WorkerStats(self._num_steps, num_slots, resident_bytes(), self.sleep_level, num_bytes)
 
     def _require_model(self) -> LoadedModel:
         if self._loaded is None or self.sleep_level:

@@ -32,16 +32,22 @@ class GrpcServer:
         port: int = 0,
         tls: TlsConfig | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
-        """`service_names`: full names such as pagewire.v1.FrontendService. Port 0 takes a free one."""
+        """`service_names`: full names such as pagewire.v1.FrontendService. Port 0 takes a free one.
+
+        `interceptors` see handlers' errors as they are raised, before statuses are made of them.
+        """
         self._service_names = tuple(service_names)
         self._host = host
         self._port = port
         self._tls = tls
         self._is_draining = False
+        self._is_ready = False
         self._health = HealthServicer()
         self._aio = grpc.aio.server(
-            interceptors=[ErrorInterceptor(", ".join(self._service_names))], options=server_options(max_message_bytes)
+            interceptors=[ErrorInterceptor(", ".join(self._service_names)), *interceptors],
+            options=server_options(max_message_bytes),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._aio)
         reflection.enable_server_reflection((*self._service_names, _HEALTH_NAME, reflection.SERVICE_NAME), self._aio)
@@ -79,7 +85,13 @@ class GrpcServer:
         self._set_ready(False)
         return port
 
+    @property
+    def is_ready(self) -> bool:
+        """What `readiness` says. Any thread."""
+        return self._is_ready
+
     def _set_ready(self, is_ready: bool) -> None:
+        self._is_ready = is_ready
         for name in ("", READINESS, *self._service_names):
             self._health.set(name, is_ready)
 
