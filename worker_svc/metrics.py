@@ -29,7 +29,10 @@ class StepMetrics:
             preset=[(phase,) for phase in PHASES],
         )
         self._failures = instruments.counter(
-            "pagewire_worker_step_failures_total", "Steps that failed as a whole, by gRPC code.", ("code",)
+            "pagewire_worker_step_failures_total",
+            "Steps that failed as a whole, by gRPC code.",
+            ("code",),
+            preset=[("INTERNAL",), ("INVALID_ARGUMENT",), ("ABORTED",)],
         )
 
     def count(self, item: Outgoing) -> None:
