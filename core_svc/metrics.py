@@ -12,6 +12,7 @@ from pagewire.runtime.instruments import COUNTS, STEP_SECONDS, Instruments
 
 PHASES = ("schedule", "execute", "update", "publish")
 WORKER_PHASES = ("wait", "prepare", "forward", "sample", "idle")
+_TIMINGS = tuple((f"{phase}_ns", (phase,)) for phase in WORKER_PHASES)
 ABORT_CAUSES = tuple(reason.name.lower() for reason in AbortReason)
 FINISH_REASONS = tuple(reason.name.lower() for reason in FinishReason)
 
@@ -101,8 +102,8 @@ class EngineMetrics:
         timings = result.timings
         computed_ns = timings.prepare_ns + timings.forward_ns + timings.sample_ns
         self._hop_s.observe(max(0.0, execute_s - computed_ns / 1e9))
-        for phase in WORKER_PHASES:
-            self._worker_s.observe(getattr(timings, f"{phase}_ns") / 1e9, (phase,), trace)
+        for name, labels in _TIMINGS:
+            self._worker_s.observe(getattr(timings, name) / 1e9, labels, trace)
 
     def _count_event(self, event: RequestEvent) -> None:
         request = event.request

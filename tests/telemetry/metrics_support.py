@@ -99,7 +99,7 @@ class Measured:
         *,
         text: str = "",
         trace: str = "",
-        timeout_s: float = 60.0,
+        timeout_s: float = 120.0,
         request_id: str = "",
         model: str = "",
         **params: Any,
@@ -121,7 +121,7 @@ class Measured:
         """The call of a conversation of one message."""
         request = pb.ChatRequest(sampling_params=types_pb2.SamplingParams(**params))
         request.messages.add(role=pb.CHAT_ROLE_USER, content=text)
-        return self.stub.Chat(request, timeout=60)
+        return self.stub.Chat(request, timeout=120)
 
     def is_running(self) -> bool:
         """A request runs in the core."""

@@ -49,8 +49,8 @@ def script(at: Measured) -> tuple[int, int]:
         [at.generate(PROMPT, max_tokens=8)],
         [at.generate(range(140, 150), max_tokens=4, n=3, temperature=1.0, seed=5)],
         [at.chat("w3 w4", max_tokens=3, ignore_eos=True, temperature=0)],
-        # 24 blocks for two that need 16 each: the later one is preempted once, and ends after the other.
-        [at.generate(range(150, 166), max_tokens=240), at.generate(range(170, 186), max_tokens=240)],
+        # 24 blocks for two that have 11 each and need 14: the later one is preempted once, and ends after the other.
+        [at.generate(range(150, 326), max_tokens=40), at.generate(range(200, 376), max_tokens=40)],
     ):
         usages += [finish(call)[-1].usage for call in calls]
     # Ends by a stop string, which the frontend finds: for the core an abort.
@@ -158,8 +158,8 @@ def test_steps_and_their_messages(run: Run) -> None:
         num_bytes = value(run.core, "pagewire_rpc_client_bytes_total", **client)
         assert num_bytes == value(run.worker, "pagewire_rpc_server_bytes_total", **server) > 40 * steps
         messages = value(run.core, "pagewire_rpc_client_messages_total", **client)
-        # The first one of each side is no plan and no result; heartbeats may come.
-        assert steps + 1 <= messages <= steps + 10
+        # The first one of each side is no plan and no result; a slow worker sends heartbeats too.
+        assert messages == steps + 1 if ours == "sent" else messages > steps
 
 
 def test_prefix_cache_preemption_and_recomputed_tokens(run: Run) -> None:
@@ -210,7 +210,7 @@ def test_exemplars_of_a_sampled_request(run: Run) -> None:
     ):
         exemplars = [sample.exemplar for sample in scrape[name].samples if sample.exemplar is not None]
         assert [exemplar.labels["trace_id"] for exemplar in exemplars] == [TRACE_ID]
-        assert exemplars[0].value > 0 and abs(exemplars[0].timestamp - time.time()) < 300
+        assert exemplars[0].value > 0 and abs(float(exemplars[0].timestamp) - time.time()) < 300
 
 
 def test_the_formats(measured: Measured) -> None:
