@@ -12,20 +12,16 @@ from typing import TypeVar
 from core_svc.config import EngineConfig
 from core_svc.engine import EngineCore
 from core_svc.kv_event_log import KvEventLog
-from core_svc.metrics import EngineMetrics
-from core_svc.observer import EngineObserver
 from core_svc.output_hub import OutputHub
+from core_svc.process_metrics import CoreMetrics
 from core_svc.server import SERVICE_NAME, EngineCoreServicer, Serving
 from core_svc.settings import CoreSettings
-from core_svc.state_metrics import StateMetrics, WorkerState
 from core_svc.watchdog import StepWatchdog
 from core_svc.worker_client import GrpcExecutor
 from core_svc.worker_link import Connection, WorkerLink, explain
 from pagewire.engine import EngineInfo
 from pagewire.errors import FailedPreconditionError, PagewireError, UnavailableError
 from pagewire.runtime.lifetime import new_incarnation
-from pagewire.runtime.metrics import ProcessMetrics
-from pagewire.runtime.rpc_metrics import RpcClientMetrics, RpcServerMetrics
 from pagewire.runtime.server import GrpcServer
 
 logger = logging.getLogger(__name__)
@@ -47,15 +43,19 @@ class CoreProcess:
         self.incarnation = new_incarnation()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """Gets the error that no reconnect can mend."""
-        self._metrics = ProcessMetrics.for_settings("core", self.incarnation, settings)
-        instruments = None if self._metrics is None else self._metrics.instruments
+        self._metrics = CoreMetrics(
+            settings,
+            self.incarnation,
+            is_ready=lambda: self._server.is_ready,
+            num_frontends=lambda: self._hub.num_open,
+        )
         self._server = GrpcServer(
             [SERVICE_NAME],
             host=settings.host,
             port=settings.port,
             tls=settings.tls,
             max_message_bytes=settings.max_message_bytes,
-            interceptors=[] if instruments is None else [RpcServerMetrics(instruments, counts_messages=True)],
+            interceptors=self._metrics.interceptors,
         )
         self._hub = OutputHub(lease_s=settings.lease_ms / 1000, max_buffer_bytes=settings.output_buffer_bytes)
         self._kv_log = KvEventLog(notify=self._hub.wake_soon)
@@ -68,7 +68,7 @@ class CoreProcess:
             tls=settings.tls,
             silence_s=settings.worker_silence_s,
             max_message_bytes=settings.max_message_bytes,
-            metrics=None if instruments is None else RpcClientMetrics(instruments, "worker"),
+            metrics=self._metrics.client,
         )
         self._link = WorkerLink(self._executor, settings.worker, settings.model_spec(), settings.cache_spec())
         self._watchdog = StepWatchdog(settings.step_limit_s)
@@ -80,15 +80,6 @@ class CoreProcess:
         self._is_stalled = False
         self._num_losses = 0
         self._reconnect: asyncio.Task[None] | None = None
-        self._worker_state = WorkerState()
-        self._observers: list[EngineObserver] = []
-        self._state_metrics: StateMetrics | None = None
-        if self._metrics is not None:
-            self._metrics.is_ready = lambda: self._server.is_ready
-            self._observers.append(EngineMetrics(self._metrics.instruments))
-            self._state_metrics = StateMetrics(
-                self._metrics.instruments, self._worker_state, settings.worker, lambda: self._hub.num_open
-            )
 
     @property
     def host(self) -> str:
@@ -100,8 +91,7 @@ class CoreProcess:
 
     async def start(self) -> None:
         """Listens: alive, not ready."""
-        if self._metrics is not None:
-            self._metrics.start()
+        self._metrics.start()
         await self._server.start()
 
     async def connect(self) -> None:
@@ -116,10 +106,9 @@ class CoreProcess:
             self._hub.publish,
             on_kv_events=self._kv_log.append,
             epoch=connection.epoch,
-            observers=self._observers,
+            observers=self._metrics.observers,
         )
-        if self._state_metrics is not None:
-            self._state_metrics.engine = engine
+        self._metrics.watch(engine)
         self._connection, self._engine = connection, engine
         self._set_serving(config)
         self._engine_thread = threading.Thread(target=self._run_engine, args=(engine,), name="engine", daemon=True)
@@ -150,8 +139,7 @@ class CoreProcess:
         self._hub.end_all(UnavailableError(why))
         await self._server.drain(1.0)
         await self._in_thread(self._executor.shutdown)
-        if self._metrics is not None:
-            await self._in_thread(self._metrics.close)
+        await self._in_thread(self._metrics.close)
 
     def _set_serving(self, config: EngineConfig) -> None:
         assert self._connection is not None and self._engine is not None
@@ -188,7 +176,7 @@ class CoreProcess:
 
     def _on_worker_lost(self, error: PagewireError) -> None:
         self._num_losses += 1
-        self._worker_state.lost()
+        self._metrics.worker.lost()
         if self._is_stopping or self._engine is None:
             return
         logger.error("the worker is lost: %s", error.message)
@@ -208,7 +196,7 @@ class CoreProcess:
             )
             # A loss between the opening of the stream and here was reported to nobody who acts on it.
             if num_losses == self._num_losses:
-                self._worker_state.connected(connection.worker_incarnation)
+                self._metrics.worker.connected(connection.worker_incarnation)
                 return connection
             after_epoch = connection.epoch
 

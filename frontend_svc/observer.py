@@ -20,6 +20,8 @@ class RequestTimeline:
     """As it came; `request_id` is set where the caller gave none."""
     model: str
     """The served model's name; empty where there was none."""
+    api_key: str = ""
+    """Name of the caller's key; empty where none is asked for."""
     received_ns: int = field(default_factory=time.monotonic_ns)
     tokenize_ns: int = 0
     """When tokenizing began."""
@@ -31,8 +33,6 @@ class RequestTimeline:
     """Its completions, usage, finish reasons and the time of its first token; None where it was refused before."""
     abort_reason: AbortReason | None = None
     """Set where this frontend ended it before its completions had ended by themselves."""
-    api_key: str = ""
-    """Name of the key that the caller showed; empty without one."""
     error: BaseException | None = None
     """What the caller got; CancelledError where it went away."""
 

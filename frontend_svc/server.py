@@ -14,17 +14,14 @@ from frontend_svc import wire
 from frontend_svc.core_client import GrpcCoreClient
 from frontend_svc.engine_client import EngineCoreClient
 from frontend_svc.input_processor import TextRequest
-from frontend_svc.metrics import CoreLinks, RequestMetrics
-from frontend_svc.observer import RequestObserver
 from frontend_svc.outputs import RequestOutput
+from frontend_svc.process_metrics import FrontendMetrics
 from frontend_svc.service import TextService
 from frontend_svc.settings import FrontendSettings
 from pagewire.engine import TraceContext
 from pagewire.errors import InvalidArgumentError, violation
 from pagewire.runtime.lifetime import new_incarnation
-from pagewire.runtime.metrics import ProcessMetrics
 from pagewire.runtime.ready import print_ready
-from pagewire.runtime.rpc_metrics import RpcClientMetrics, RpcServerMetrics
 from pagewire.runtime.server import GrpcServer, wait_for_signal
 from pagewire.v1 import frontend_pb2 as pb
 from pagewire.v1 import frontend_pb2_grpc
@@ -164,25 +161,16 @@ class FrontendServer:
 async def serve(settings: FrontendSettings) -> int:
     """Runs a frontend until SIGINT or SIGTERM, then drains. Returns the exit status."""
     incarnation = new_incarnation()
-    metrics = ProcessMetrics.for_settings("frontend", incarnation, settings)
-    observers: list[RequestObserver] = []
-    interceptors, links, rpc = [], None, None
-    if metrics is not None:
-        observers.append(RequestMetrics(metrics.instruments))
-        # Not their messages: there is one per token.
-        interceptors.append(RpcServerMetrics(metrics.instruments, counts_messages=False))
-        links, rpc = CoreLinks(metrics.instruments), RpcClientMetrics(metrics.instruments, "core")
-        metrics.is_ready = lambda: server.is_ready
+    metrics = FrontendMetrics(settings, incarnation, is_ready=lambda: server.is_ready)
     server = GrpcServer(
         [SERVICE_NAME],
         host=settings.host,
         port=settings.port,
         tls=settings.tls,
         max_message_bytes=settings.max_message_bytes,
-        interceptors=interceptors,
+        interceptors=metrics.interceptors,
     )
-    if metrics is not None:
-        metrics.start()
+    metrics.start()
 
     async def connect() -> EngineCoreClient:
         # A new incarnation for every connection: what an old one left at the core ends with its lease.
@@ -191,8 +179,8 @@ async def serve(settings: FrontendSettings) -> int:
             new_incarnation(),
             settings.tls,
             max_message_bytes=settings.max_message_bytes,
-            links=links,
-            metrics=rpc,
+            links=metrics.links,
+            metrics=metrics.client,
         )
 
     has_printed = False
@@ -204,7 +192,9 @@ async def serve(settings: FrontendSettings) -> int:
             has_printed = True
             print_ready("frontend", settings.host, server.port, incarnation)
 
-    service = TextService(connect, max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready, observers=observers)
+    service = TextService(
+        connect, max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready, observers=metrics.observers
+    )
     frontend = FrontendServer(service, server)
     port = await frontend.start()
     log.info("listening on %s:%d, core at %s", settings.host, port, settings.core)
@@ -218,6 +208,5 @@ async def serve(settings: FrontendSettings) -> int:
     log.info("%s: draining for up to %g s", signal_task.result().name, settings.drain_s)
     failure_task.cancel()
     await frontend.stop(settings.drain_s)
-    if metrics is not None:
-        metrics.close()
+    metrics.close()
     return 0

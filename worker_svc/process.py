@@ -7,13 +7,10 @@ import logging
 import os
 
 from pagewire.runtime.lifetime import new_incarnation
-from pagewire.runtime.metrics import ProcessMetrics
 from pagewire.runtime.ready import print_ready
-from pagewire.runtime.rpc_metrics import RpcServerMetrics
 from pagewire.runtime.server import GrpcServer, wait_for_signal
 from worker_svc.compute import ComputeThread
-from worker_svc.memory import available_bytes, device_named, used_bytes
-from worker_svc.metrics import StepMetrics, add_worker_state
+from worker_svc.process_metrics import WorkerMetrics
 from worker_svc.server import SERVICE_NAME, WorkerServicer, add_servicer
 from worker_svc.settings import WorkerSettings
 from worker_svc.worker import Worker
@@ -35,31 +32,24 @@ async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         cuda_graphs=settings.cuda_graphs,
     )
-    metrics = ProcessMetrics.for_settings("worker", incarnation, settings)
-    step_metrics, interceptors = None, []
-    if metrics is not None:
-        interceptors.append(RpcServerMetrics(metrics.instruments, counts_messages=True))
-        step_metrics = StepMetrics(metrics.instruments)
-        device = device_named(settings.device)
-        add_worker_state(
-            metrics.instruments,
-            worker,
-            lambda: servicer.has_core,
-            lambda: (available_bytes(device), used_bytes(device)),
-        )
-        metrics.is_ready = lambda: server.is_ready
+    metrics = WorkerMetrics(
+        settings,
+        incarnation,
+        worker,
+        is_ready=lambda: server.is_ready,
+        has_core=lambda: servicer.has_core,
+    )
     server = GrpcServer(
         [SERVICE_NAME],
         host=settings.host,
         port=settings.port,
         tls=settings.tls,
         max_message_bytes=settings.max_message_bytes,
-        interceptors=interceptors,
+        interceptors=metrics.interceptors,
     )
-    servicer = WorkerServicer(worker, compute, incarnation, step_metrics)
+    servicer = WorkerServicer(worker, compute, incarnation, metrics=metrics.steps)
     add_servicer(servicer, server.aio)
-    if metrics is not None:
-        metrics.start()
+    metrics.start()
     port = await server.start()
     signalled = asyncio.ensure_future(wait_for_signal())
     if settings.preload:
@@ -76,8 +66,7 @@ async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
     await server.set_ready(False)
     await servicer.shut_down(settings.drain_s)
     await server.drain(1.0)
-    if metrics is not None:
-        metrics.close()
+    metrics.close()
     return 0
 
 

@@ -42,7 +42,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """The service of one worker. Its one client is the core that made the newest handshake."""
 
     def __init__(
-        self, worker: Worker, compute: ComputeThread, incarnation: str, metrics: StepMetrics | None = None
+        self, worker: Worker, compute: ComputeThread, incarnation: str, *, metrics: StepMetrics | None = None
     ) -> None:
         self._worker = worker
         self._compute = compute

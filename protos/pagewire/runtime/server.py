@@ -36,7 +36,7 @@ class GrpcServer:
     ) -> None:
         """`service_names`: full names such as pagewire.v1.FrontendService. Port 0 takes a free one.
 
-        `interceptors` see handlers' errors as they are raised, before statuses are made of them.
+        What `interceptors` and handlers raise becomes a status.
         """
         self._service_names = tuple(service_names)
         self._host = host
@@ -62,6 +62,11 @@ class GrpcServer:
         return self._host
 
     @property
+    def is_ready(self) -> bool:
+        """What `readiness` says. Any thread."""
+        return self._is_ready
+
+    @property
     def port(self) -> int:
         """The bound port once started."""
         return self._port
@@ -84,11 +89,6 @@ class GrpcServer:
         self._health.set(LIVENESS, True)
         self._set_ready(False)
         return port
-
-    @property
-    def is_ready(self) -> bool:
-        """What `readiness` says. Any thread."""
-        return self._is_ready
 
     def _set_ready(self, is_ready: bool) -> None:
         self._is_ready = is_ready
