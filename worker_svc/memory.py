@@ -61,11 +61,6 @@ def resident_bytes() -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def used_bytes(device: torch.device) -> int:
-    """Memory of this process: what torch has taken of the GPU, or what is resident on the host."""
-    return int(torch.cuda.memory_reserved(device)) if device.type == "cuda" else resident_bytes()
-
-
 def give_memory_back() -> None:
     """Hands to the system what the allocators keep: after loading, 40 MB of 760 for SmolLM2-135M; on a GPU a pool."""
     gc.collect()

@@ -51,7 +51,7 @@ def add_worker_state(
     name, number = "pagewire_worker_", instruments.number
     number("counter", name + "steps_total", "Steps that ended well.", lambda: worker.stats().num_steps)
     number("gauge", name + "slots_used", "Slots that hold a request.", lambda: worker.stats().num_slots_used)
-    number("gauge", name + "kv_pool_bytes", "Memory of the KV pool.", lambda: worker.stats().kv_pool_bytes, "bytes")
+    number("gauge", name + "kv_pool_bytes", "Memory of the KV pool.", lambda: worker.kv_pool_bytes, "bytes")
     number(
         "gauge", name + "weights_bytes", "Memory of the weights.", lambda: _of(worker.model, "weights_bytes"), "bytes"
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import grpc.aio
+import torch
 
 from pagewire.runtime.metrics import ProcessMetrics
 from pagewire.runtime.rpc_metrics import RpcServerMetrics
-from worker_svc.memory import available_bytes, device_named, used_bytes
+from worker_svc.memory import available_bytes, device_named
 from worker_svc.metrics import StepMetrics, add_worker_state
 from worker_svc.settings import WorkerSettings
 from worker_svc.worker import Worker
@@ -34,7 +35,13 @@ class WorkerMetrics:
             instruments, device = self._process.instruments, device_named(settings.device)
             self.interceptors = (RpcServerMetrics(instruments, counts_messages=True),)
             self.steps = StepMetrics(instruments)
-            add_worker_state(instruments, worker, has_core, lambda: (available_bytes(device), used_bytes(device)))
+            is_cuda = device.type == "cuda"
+
+            def memory() -> tuple[int, int]:
+                used = int(torch.cuda.memory_reserved(device)) if is_cuda else worker.stats().resident_bytes
+                return available_bytes(device), used
+
+            add_worker_state(instruments, worker, has_core, memory)
 
     def start(self) -> None:
         """Serves and exports from now on."""
