@@ -166,16 +166,16 @@ def _cpu_s(process: psutil.Process) -> float:
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
-def measure_processes(model: str, num_streams: int, num_tokens: int, step_s: float, runs: int) -> list[Load]:
+def measure_processes(
+    model: str, num_streams: int, num_tokens: int, step_s: float, runs: int, frontend_flags: Sequence[str] = ()
+) -> list[Load]:
     """`runs` measurements after a short one to warm up."""
     me = str(Path(__file__))
     found = []
+    frontend_command = ("-m", "frontend_svc", "--port=0", "--log-level=warning", *frontend_flags)
     with (
         _process(me, "core", f"--model={model}", f"--step-s={step_s}") as (core, core_address),
-        _process("-m", "frontend_svc", "--port=0", "--log-level=warning", f"--core={core_address}") as (
-            frontend,
-            target,
-        ),
+        _process(*frontend_command, f"--core={core_address}") as (frontend, target),
     ):
         for count in [max(2, num_tokens // 8), *[num_tokens] * runs]:
             before = _cpu_s(frontend), _cpu_s(core)

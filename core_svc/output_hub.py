@@ -149,8 +149,8 @@ class OutputHub:
 
     @property
     def num_open(self) -> int:
-        """Frontends with an open stream."""
-        return sum(session.stream is not None for session in self._sessions.values())
+        """Frontends with an open stream. Any thread."""
+        return sum(session.stream is not None for session in list(self._sessions.values()))
 
     @property
     def has_unsent(self) -> bool:

@@ -13,6 +13,7 @@ from core_svc.config import EngineConfig
 from core_svc.engine import EngineCore
 from core_svc.kv_event_log import KvEventLog
 from core_svc.output_hub import OutputHub
+from core_svc.process_metrics import CoreMetrics
 from core_svc.server import SERVICE_NAME, EngineCoreServicer, Serving
 from core_svc.settings import CoreSettings
 from core_svc.trace_observer import TraceObserver
@@ -45,7 +46,13 @@ class CoreProcess:
         self._tracer = start_tracing("core", self.incarnation)
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """Gets the error that no reconnect can mend."""
-        self._server = GrpcServer.for_settings(SERVICE_NAME, settings)
+        self._metrics = CoreMetrics(
+            settings,
+            self.incarnation,
+            is_ready=lambda: self._server.is_ready,
+            num_frontends=lambda: self._hub.num_open,
+        )
+        self._server = GrpcServer.for_settings(SERVICE_NAME, settings, self._metrics.interceptors)
         self._hub = OutputHub(lease_s=settings.lease_ms / 1000, max_buffer_bytes=settings.output_buffer_bytes)
         self._kv_log = KvEventLog(notify=self._hub.wake_soon)
         self._servicer = EngineCoreServicer(self.incarnation, self._hub, self._kv_log)
@@ -58,6 +65,7 @@ class CoreProcess:
             tls=settings.tls,
             silence_s=settings.worker_silence_s,
             max_message_bytes=settings.max_message_bytes,
+            metrics=self._metrics.client,
         )
         self._link = WorkerLink(self._executor, settings.worker, settings.model_spec(), settings.cache_spec())
         self._watchdog = StepWatchdog(settings.step_limit_s)
@@ -81,6 +89,7 @@ class CoreProcess:
 
     async def start(self) -> None:
         """Listens: alive, not ready."""
+        self._metrics.start()
         await self._server.start()
 
     async def connect(self) -> None:
@@ -96,8 +105,9 @@ class CoreProcess:
             self._hub.publish,
             on_kv_events=self._kv_log.append,
             epoch=connection.epoch,
-            observers=[tracing] if tracing is not None else [],
+            observers=[*self._metrics.observers, *([tracing] if tracing is not None else [])],
         )
+        self._metrics.watch(engine)
         if tracing is not None:
             tracing.watch(engine.scheduler)
         self._connection, self._engine = connection, engine
@@ -141,6 +151,7 @@ class CoreProcess:
         await self._server.drain(1.0)
         await self._in_thread(self._executor.shutdown)
         await stop_tracing(self._tracer)
+        await self._in_thread(self._metrics.close)
 
     def _set_serving(self, config: EngineConfig) -> None:
         assert self._connection is not None and self._engine is not None
@@ -177,6 +188,7 @@ class CoreProcess:
 
     def _on_worker_lost(self, error: PagewireError) -> None:
         self._num_losses += 1
+        self._metrics.worker.lost()
         if self._is_stopping or self._engine is None:
             return
         logger.error("the worker is lost: %s", error.message)
@@ -210,6 +222,7 @@ class CoreProcess:
             )
             # A loss between the opening of the stream and here was reported to nobody who acts on it.
             if num_losses == self._num_losses:
+                self._metrics.worker.connected(connection.worker_incarnation)
                 return connection
             after_epoch = connection.epoch
 

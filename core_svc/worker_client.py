@@ -32,6 +32,7 @@ from pagewire.errors import (
 )
 from pagewire.plan import StepPlan, StepResult
 from pagewire.runtime.health import READINESS
+from pagewire.runtime.rpc_metrics import RpcClientMetrics
 from pagewire.runtime.status import from_rpc_error
 from pagewire.runtime.transport import MAX_MESSAGE_BYTES, TlsConfig, sync_channel
 from pagewire.types_wire import PROTOCOL_VERSION, TokenizerAssembler, model_info_from_proto, protocol_versions
@@ -76,6 +77,7 @@ class GrpcExecutor:
         silence_s: float = 4.0,
         command_timeout_s: float = 300.0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        metrics: RpcClientMetrics | None = None,
     ) -> None:
         self._target = target
         self._core_incarnation = core_incarnation
@@ -85,6 +87,7 @@ class GrpcExecutor:
         self._silence_s = silence_s
         self._command_timeout_s = command_timeout_s
         self._max_message_bytes = max_message_bytes
+        self._metrics = metrics
         self._channel: grpc.Channel | None = None
         self._stub: worker_pb2_grpc.WorkerServiceStub | None = None
         self._stream: ExecuteStream | None = None
@@ -104,7 +107,8 @@ class GrpcExecutor:
                 raise UnavailableError("the core shuts down")
             # A new channel has no reconnect backoff of an old failure to wait for.
             self._channel = sync_channel(self._target, self._tls, max_message_bytes=self._max_message_bytes)
-            self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+            channel = self._channel if self._metrics is None else self._metrics.sync(self._channel)
+            self._stub = worker_pb2_grpc.WorkerServiceStub(channel)
         request = worker_pb2.WorkerServiceHandshakeRequest(
             core_incarnation=self._core_incarnation, protocol_versions=protocol_versions()
         )

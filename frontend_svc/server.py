@@ -18,7 +18,9 @@ from frontend_svc.core_pool import Connect
 from frontend_svc.core_targets import Target, follow
 from frontend_svc.engine_client import EngineCoreClient
 from frontend_svc.input_processor import TextRequest
+from frontend_svc.observer import RequestObserver
 from frontend_svc.outputs import RequestOutput
+from frontend_svc.process_metrics import FrontendMetrics
 from frontend_svc.service import TextService
 from frontend_svc.settings import FrontendSettings
 from frontend_svc.trace_observer import TraceObserver
@@ -191,7 +193,9 @@ class FrontendServer:
         self.service.close()
 
 
-def core_connects(settings: FrontendSettings, targets: Mapping[str, Target]) -> dict[str, Connect]:
+def core_connects(
+    settings: FrontendSettings, metrics: FrontendMetrics, targets: Mapping[str, Target]
+) -> dict[str, Connect]:
     """How to connect to each core. A new incarnation every time: what an old one left there ends with its lease."""
 
     async def connect(target: Target) -> EngineCoreClient:
@@ -201,6 +205,8 @@ def core_connects(settings: FrontendSettings, targets: Mapping[str, Target]) -> 
             settings.tls,
             max_message_bytes=settings.max_message_bytes,
             server_name=target.server_name,
+            links=metrics.links,
+            metrics=metrics.client,
         )
 
     return {name: partial(connect, target) for name, target in targets.items()}
@@ -220,7 +226,9 @@ async def _serve(settings: FrontendSettings, keys: ApiKeys | None, incarnation: 
     if keys is not None and settings.tls is None and settings.host not in ("127.0.0.1", "::1", "localhost"):
         log.warning("API keys travel in the clear: there is no TLS (--tls-cert-file, --tls-key-file)")
     guards = [] if keys is None else [AuthInterceptor(SERVICE_NAME, keys)]
-    server = GrpcServer.for_settings(SERVICE_NAME, settings, guards)
+    metrics = FrontendMetrics(settings, incarnation, is_ready=lambda: server.is_ready)
+    server = GrpcServer.for_settings(SERVICE_NAME, settings, [*metrics.interceptors, *guards])
+    metrics.start()
     has_printed = False
 
     async def on_ready(is_ready: bool) -> None:
@@ -230,9 +238,11 @@ async def _serve(settings: FrontendSettings, keys: ApiKeys | None, incarnation: 
             has_printed = True
             print_ready("frontend", settings.host, server.port, incarnation)
 
-    observers = [TraceObserver(tracer, settings.host, lambda: server.port)] if tracer is not None else []
+    observers: list[RequestObserver] = [*metrics.observers]
+    if tracer is not None:
+        observers.append(TraceObserver(tracer, settings.host, lambda: server.port))
     service = TextService(max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready, observers=observers)
-    follow_cores = follow(settings.core, lambda targets: service.cores.keep(core_connects(settings, targets)))
+    follow_cores = follow(settings.core, lambda targets: service.cores.keep(core_connects(settings, metrics, targets)))
     frontend = FrontendServer(service, server, follow_cores, keys=keys)
     port = await frontend.start()
     log.info("listening on %s:%d, core at %s", settings.host, port, ", ".join(settings.core))
@@ -247,4 +257,5 @@ async def _serve(settings: FrontendSettings, keys: ApiKeys | None, incarnation: 
     await server.lame_duck(settings.lame_duck_s)
     failure_task.cancel()
     await frontend.stop(settings.drain_s)
+    metrics.close()
     return 0

@@ -176,7 +176,9 @@ class TextService:
                 for engine_request in engine_requests:
                     engine_request.remaining_ms = max(0, int(remaining_s * 1000))
             session = await self._hand_over(inputs, ticket, parent, engine_requests)
-            timeline.added_ns, timeline.core = time.monotonic_ns(), session.name
+            timeline.core = session.name
+            if parent.error is None:
+                timeline.added_ns = time.monotonic_ns()
             await ResponseWriter(parent, send, session.outbox).run()
         finally:
             self._release(ticket)

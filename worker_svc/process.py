@@ -12,6 +12,7 @@ from pagewire.runtime.ready import print_ready
 from pagewire.runtime.server import GrpcServer, wait_for_signal
 from pagewire.runtime.tracing import start_tracing, stop_tracing
 from worker_svc.compute import ComputeThread
+from worker_svc.process_metrics import WorkerMetrics
 from worker_svc.server import SERVICE_NAME, WorkerServicer, add_servicer
 from worker_svc.settings import WorkerSettings
 from worker_svc.trace_observer import TraceObserver
@@ -47,10 +48,18 @@ async def _serve(settings: WorkerSettings, compute: ComputeThread, incarnation: 
         gpu_memory_utilization=settings.gpu_memory_utilization,
         cuda_graphs=settings.cuda_graphs,
     )
-    server = GrpcServer.for_settings(SERVICE_NAME, settings)
+    metrics = WorkerMetrics(
+        settings,
+        incarnation,
+        worker,
+        is_ready=lambda: server.is_ready,
+        has_core=lambda: servicer.has_core,
+    )
+    server = GrpcServer.for_settings(SERVICE_NAME, settings, metrics.interceptors)
     observers = [TraceObserver(tracer, worker.device)] if tracer is not None else []
-    servicer = WorkerServicer(worker, compute, incarnation, observers)
+    servicer = WorkerServicer(worker, compute, incarnation, observers, metrics.steps)
     add_servicer(servicer, server.aio)
+    metrics.start()
     port = await server.start()
     signalled = asyncio.ensure_future(wait_for_signal())
     if settings.preload:
@@ -67,6 +76,7 @@ async def _serve(settings: WorkerSettings, compute: ComputeThread, incarnation: 
     await server.lame_duck(settings.lame_duck_s)
     await servicer.shut_down(settings.drain_s + CORE_MARGIN_S)
     await server.drain(1.0)
+    metrics.close()
     return 0
 
 

@@ -26,6 +26,7 @@ from pagewire.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc import wire
 from worker_svc.compute import ComputeThread
 from worker_svc.execute_session import ExecuteSession, StepFailed
+from worker_svc.metrics import StepMetrics
 from worker_svc.observer import ExecuteObserver
 from worker_svc.worker import Worker
 
@@ -45,12 +46,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """The service of one worker. Its one client is the core that made the newest handshake."""
 
     def __init__(
-        self, worker: Worker, compute: ComputeThread, incarnation: str, observers: Sequence[ExecuteObserver] = ()
+        self,
+        worker: Worker,
+        compute: ComputeThread,
+        incarnation: str,
+        observers: Sequence[ExecuteObserver] = (),
+        metrics: StepMetrics | None = None,
     ) -> None:
         self._worker = worker
         self._compute = compute
         self._incarnation = incarnation
         self._observers = observers
+        self._metrics = metrics
         self._core = ""
         self._session: ExecuteSession | None = None
         self._is_ending = False
@@ -165,6 +172,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     return
                 if isinstance(item, PagewireError):
                     raise item
+                if self._metrics is not None:
+                    self._metrics.count(item)
                 if isinstance(item, StepFailed):
                     yield wire.failure_to_proto(item.epoch, item.step, item.error)
                 elif isinstance(item, StepResult):
@@ -177,6 +186,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             session.end(None)
             if self._session is session:
                 self._session = None
+
+    @property
+    def has_core(self) -> bool:
+        """Whether a core's Execute stream is open. Any thread."""
+        return self._session is not None
 
     async def shut_down(self, grace_s: float, idle_s: float = IDLE_END_S) -> None:
         """Serves the core that holds the worker until it lets go, sends no plan for `idle_s`, or `grace_s` are over.

@@ -89,20 +89,15 @@ class Worker:
                 [violation("gpu_memory_utilization", gpu_memory_utilization, "must be in (0, 1]")]
             )
         self._gpu_memory_utilization, self._cuda_graphs = gpu_memory_utilization, cuda_graphs
-        self._default_model = default_model
-        self._default_quantization = default_quantization
+        self._default_model, self._default_quantization = default_model, default_quantization
         self._default_dtype, self._default_max_model_len = default_dtype, default_max_model_len
-        self._kv_cache_memory_bytes = kv_cache_memory_bytes
-        self._num_threads = num_threads
+        self._kv_cache_memory_bytes, self._num_threads = kv_cache_memory_bytes, num_threads
         self._loaded: LoadedModel | None = None
         self._load_request: LoadRequest | None = None
         self._runner: ModelRunner | None = None
         self._profiler = Profiler(self._device)
-        self._num_steps = 0
-        self._step_ended_ns = 0
-        self._failed_step = 0
+        self._num_steps = self._step_ended_ns = self._failed_step = self._num_other_progress = 0
         self._device_error = ""
-        self._num_other_progress = 0
         self.epoch = 0
         """Epoch of the KV pool; 0 without one. `step` is the last one executed in it."""
         self.step = 0
@@ -124,6 +119,11 @@ class Worker:
         """Changes whenever the computation gets on."""
         runner = self._runner
         return self._num_other_progress + (0 if runner is None else runner.num_progress)
+
+    @property
+    def kv_pool_bytes(self) -> int:
+        runner = self._runner
+        return 0 if runner is None else runner.pool.num_bytes
 
     def load_model(
         self,

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of traces: one receiver, one collector and one deployment for all that do not break them."""
+"""One receiver, one collector, one traced and one measured deployment for all tests that do not break them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from otlp_receiver import OtlpReceiver
 from trace_support import Traces
 from traced_processes import Collector, TracedDeployment, write_model
+
+from tests.telemetry.metrics_support import Measured
+
+BLOCKS, BLOCK_SIZE = 24, 16
 
 
 @pytest.fixture(scope="session")
@@ -53,3 +57,11 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
     found = Traces()
     yield found
     found.tracer.close(5)
+
+
+@pytest.fixture(scope="session")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measured]:
+    """Three processes; the pool is one that two requests of 16 blocks each can't share."""
+    flags = (f"--num-kv-blocks={BLOCKS}", f"--block-size={BLOCK_SIZE}", "--max-num-seqs=8")
+    with Measured(tmp_path_factory.mktemp("metrics"), flags) as running:
+        yield running

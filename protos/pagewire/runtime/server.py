@@ -91,6 +91,11 @@ class GrpcServer:
         return self._host
 
     @property
+    def is_ready(self) -> bool:
+        """What `readiness` says. Any thread."""
+        return self._is_ready
+
+    @property
     def port(self) -> int:
         """The bound port once started."""
         return self._port

@@ -69,6 +69,10 @@ class CommonSettings:
 
     host: str = setting("127.0.0.1", help="address to listen on; 0.0.0.0 is every interface")
     port: int = setting(0, help="port to listen on; 0 takes a free one", low=0, high=65535)
+    metrics_port: int | None = setting(
+        None, help="port for metrics at http://.../metrics; 0 takes a free one", low=0, high=65535
+    )
+    metrics_host: str = setting("0.0.0.0", help="address that --metrics-port listens on")
     log_level: str = setting("info", help="how much to log", choices=LEVELS)
     max_message_bytes: int = setting(
         MAX_MESSAGE_BYTES,
