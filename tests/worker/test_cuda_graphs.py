@@ -10,8 +10,8 @@ import torch
 
 from tests.worker.calls_again import CallsAgain
 from tests.worker.conftest import BLOCK_SIZE, make_runner
+from tests.worker.device_core import SAMPLED
 from tests.worker.mini_core import GREEDY, MiniCore, request
-from tests.worker.test_device_steps import SAMPLED
 from tests.worker.tiny_model import MAX_MODEL_LEN, TinyModel
 from worker_svc.cuda_graphs import MAX_ROWS, DecodeGraphs, padded_sizes
 from worker_svc.kv_pool import KvPool, allocate_pool
