@@ -55,13 +55,15 @@ def warm_up_device(
 def row_lengths(longest: int, max_num_seqs: int, max_num_batched_tokens: int) -> list[list[int]]:
     """Tokens of the rows of batches with every tile: one row of each power of two, and a decode beside a chunk.
 
-    One row leaves the most of the GPU to parts of its keys: more rows split them into as many or fewer.
+    One row leaves the most of the GPU to parts of its keys: more rows split them into as many or fewer. Where there is
+    only ever one, the chunks that are too short for the largest tiles lie between the powers.
     """
-    powers = [1 << i for i in range(MOST_TOKENS.bit_length())]
-    found = [[min(count, longest)] for count in powers if count // 2 < longest]
-    if max_num_seqs > 1 and max_num_batched_tokens > 2 and longest > 1:
-        found.append([1, 2])
-    return found
+    counts = [1 << i for i in range(MOST_TOKENS.bit_length())]
+    if max_num_seqs == 1:
+        counts = sorted([*counts, *(count + count // 2 for count in counts[1:-1])])
+    found = sorted({min(count, longest) for count in counts})
+    has_mix = max_num_seqs > 1 and max_num_batched_tokens > 2 and longest > 1
+    return [[count] for count in found] + [[1, 2]] * has_mix
 
 
 def table_widths(max_model_len: int, block_size: int) -> list[int]:
