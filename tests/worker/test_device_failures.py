@@ -21,7 +21,7 @@ from tests.worker.device_core import (
 from tests.worker.mini_core import GREEDY, MiniCore, request
 from tests.worker.tiny_model import POISON
 from worker_svc.device_failure import is_lost
-from worker_svc.device_steps import Clock
+from worker_svc.device_steps import Clock, DeviceSteps
 from worker_svc.worker import Worker
 
 ILLEGAL = "an illegal memory access was encountered"
@@ -182,3 +182,36 @@ def test_a_result_that_cannot_be_handed_out_leaves_no_trace() -> None:
     back()
     second = ahead(core, [(req, 1)])
     assert [by_slot(finish(step))[req.slot] for step in (first, second)] == alone(PROMPT, GREEDY, 2)
+
+
+def test_a_launch_that_fails_keeps_its_hands_off_the_ids_of_the_step_before(monkeypatch) -> None:
+    """Even before that step is waited for: a failed launch's buffers on the host are taken again, not the others."""
+    core, req, marks = device_core(), request(PROMPT), []
+    first = ahead(core, [(req, 8)])
+    back = remembered(core, [req])
+    monkeypatch.setattr(DeviceSteps, "rewind", lambda steps: None)
+    monkeypatch.setattr(Clock, "mark", lambda clock: marks.append(clock) or (len(marks) == 3 and raises_illegal()))
+    with pytest.raises(InternalError, match=ILLEGAL):
+        ahead(core, [(req, 1)])
+    back()
+    ahead(core, [(req, 1)])
+    assert by_slot(finish(first))[req.slot] == alone(PROMPT, GREEDY, 1)[0]
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_undoing_a_plan_undoes_what_the_plan_did_alone(is_released) -> None:
+    core = device_core()
+    batch, req, other = runner_of(core).batch, request(PROMPT), request(PROMPT[1:])
+    finish(ahead(core, [(req, 8), (other, 7)]))
+    slot, generation = req.slot, int(batch.generations[req.slot])
+    if is_released:
+        core.release(req)
+        plan = core.plan([(other, 1), (request(PROMPT[2:]), 6)])
+    else:
+        plan = core.plan([(other, 1), (req, 1)])
+    _, undo = batch.apply(plan)
+    assert batch.generations[slot] == generation + is_released
+    batch.fail(other.slot, "the step before has failed it")
+    undo()
+    assert batch.is_failed[other.slot] and batch.request(other.slot).error and not batch.is_failed[slot]
+    assert batch.generations[slot] == generation and batch.num_tokens[slot] == 9
