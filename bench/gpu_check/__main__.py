@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SECTIONS = ("parity", "decode", "prefill", "small", "steps", "flex")
 MAX_SECONDS, _GRACE_S = 450.0, 25.0
-_SHARES = {"parity": 0.40, "decode": 0.30, "prefill": 0.20, "small": 0.25, "steps": 0.55, "flex": 1.0}
+SHARES = {"parity": 0.40, "decode": 0.30, "prefill": 0.20, "small": 0.25, "steps": 0.55, "flex": 1.0}
 """Most of what is left at its start that a section may take; what it does not need is the next one's. Where each takes
 all of it: 180, 81, 38, 38, 62 and 51 seconds of 450."""
 
@@ -133,7 +133,7 @@ def run_sections(
         if name not in wanted and name != "limits":
             continue
         started = time.monotonic()
-        share = 1.0 if setting.is_dry else _SHARES.get(name, 1.0)
+        share = 1.0 if setting.is_dry else SHARES.get(name, 1.0)
         setting.ends_at = min(ends_at, started + (ends_at - started) * share)
         rows = found.setdefault(name, [])
         note, is_lost = fill(setting, name, f"bench.gpu_check.{module}", function, rows)
