@@ -178,7 +178,9 @@ def read_table() -> dict[Key, Resources]:
     with TABLE.open(newline="") as file:
         rows = list(csv.DictReader(file))
     return {
-        (row["variant"], int(row["capability"])): Resources(*(int(row[n]) for n in _FIGURES), row["source"])
+        (row["variant"], int(row["capability"])): Resources(
+            int(row["registers"]), int(row["spill_bytes"]), int(row["shared_bytes"]), row["source"]
+        )
         for row in rows
     }
 
