@@ -13,6 +13,7 @@ from core_svc.config import EngineConfig
 from core_svc.engine import EngineCore
 from core_svc.kv_event_log import KvEventLog
 from core_svc.output_hub import OutputHub
+from core_svc.recent_steps import RecentSteps
 from core_svc.server import SERVICE_NAME, EngineCoreServicer, Serving
 from core_svc.settings import CoreSettings
 from core_svc.watchdog import StepWatchdog
@@ -64,6 +65,7 @@ class CoreProcess:
             max_message_bytes=settings.max_message_bytes,
         )
         self._link = WorkerLink(self._executor, settings.worker, settings.model_spec(), settings.cache_spec())
+        self._recent_steps = RecentSteps()
         self._watchdog = StepWatchdog(settings.step_limit_s)
         self._connection: Connection | None = None
         self._engine: EngineCore | None = None
@@ -98,6 +100,7 @@ class CoreProcess:
             self._hub.publish,
             on_kv_events=self._kv_log.append,
             epoch=connection.epoch,
+            observers=(self._recent_steps,),
         )
         self._connection, self._engine = connection, engine
         self._set_serving(config)
@@ -153,7 +156,14 @@ class CoreProcess:
             lease_ms=settings.lease_ms,
             heartbeat_interval_ms=settings.heartbeat_interval_ms,
         )
-        self._servicer.serving = Serving(self._engine, info, connection.tokenizer_files, self._executor.progress)
+        self._servicer.serving = Serving(
+            self._engine,
+            info,
+            connection.tokenizer_files,
+            self._executor.progress,
+            self._recent_steps,
+            settings.worker,
+        )
 
     def _run_engine(self, engine: EngineCore) -> None:
         try:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -23,6 +24,7 @@ from pagewire.engine import TraceContext
 from pagewire.errors import InvalidArgumentError, violation
 from pagewire.runtime.lifetime import new_incarnation
 from pagewire.runtime.logs import set_incarnation
+from pagewire.runtime.process_stats import process_stats
 from pagewire.runtime.ready import print_ready
 from pagewire.runtime.server import GrpcServer, wait_for_signal
 from pagewire.v1 import frontend_pb2 as pb
@@ -54,8 +56,10 @@ def _trace_context(context: Context) -> TraceContext | None:
 class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
     """The service. Errors leave as PagewireErrors; the server's interceptor makes statuses of them."""
 
-    def __init__(self, service: TextService) -> None:
+    def __init__(self, service: TextService, incarnation: str = "", core_target: str = "") -> None:
         self._service = service
+        self._incarnation = incarnation
+        self._core_target = core_target
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Streams; a cancelled call ends the request in the core."""
@@ -127,15 +131,23 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
         """All one of them."""
         return pb.ListModelsResponse(models=[wire.served_model_to_proto(self._service.served_model())])
 
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
+        """Of this process."""
+        stats = replace(self._service.stats(self._core_target), process=process_stats(self._incarnation))
+        return wire.stats_to_proto(stats)
+
 
 class FrontendServer:
     """A frontend: the gRPC server and the text service behind it, started and stopped together."""
 
-    def __init__(self, service: TextService, server: GrpcServer) -> None:
+    def __init__(
+        self, service: TextService, server: GrpcServer, *, incarnation: str = "", core_target: str = ""
+    ) -> None:
         self.service = service
         self.server = server
         self._task: asyncio.Task[None] | None = None
-        frontend_pb2_grpc.add_FrontendServiceServicer_to_server(FrontendServicer(service), server.aio)
+        servicer = FrontendServicer(service, incarnation, core_target)
+        frontend_pb2_grpc.add_FrontendServiceServicer_to_server(servicer, server.aio)
 
     async def start(self) -> int:
         """Listens and begins to look for the core; returns the port."""
@@ -194,7 +206,7 @@ async def serve(settings: FrontendSettings) -> int:
     service = TextService(
         connect, max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready, observers=_observers(settings)
     )
-    frontend = FrontendServer(service, server)
+    frontend = FrontendServer(service, server, incarnation=incarnation, core_target=settings.core)
     port = await frontend.start()
     log.info("listening on %s:%d, core at %s", settings.host, port, settings.core)
     signal_task = asyncio.create_task(wait_for_signal())

@@ -23,6 +23,7 @@ from frontend_svc.output_processor import DEFAULT_MAX_TOKENS_BEHIND
 from frontend_svc.outputs import RequestOutput
 from frontend_svc.parallel_sampling import ParentRequest
 from frontend_svc.session import RETRY_AFTER_S, CoreSession, Ticket
+from frontend_svc.stats import RequestCounters
 from pagewire.engine import AbortOutcome, AbortReason, ModelInfo
 from pagewire.errors import (
     InvalidArgumentError,
@@ -31,6 +32,7 @@ from pagewire.errors import (
     UnimplementedError,
     violation,
 )
+from pagewire.stats import CoreConnection, FrontendStats
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -67,7 +69,8 @@ class TextService:
         on_ready: Callable[[bool], Awaitable[None]] | None = None,
         observers: Sequence[RequestObserver] = (),
     ) -> None:
-        self._observers = Observers(observers)
+        self._counters = RequestCounters()
+        self._observers = Observers((self._counters, *observers))
         self._connect = connect
         self._max_tokens_behind = max_tokens_behind
         self._on_ready = on_ready
@@ -144,6 +147,16 @@ class TextService:
         if self._session is None:
             raise UnavailableError(self._why_unavailable, retry_after_s=RETRY_AFTER_S)
         return self._session
+
+    def stats(self, core_target: str = "") -> FrontendStats:
+        """Counts, and the core; `core_target` is where it is looked for."""
+        session = self._session
+        if session is None:
+            core = CoreConnection(core_target, error=self._why_unavailable)
+        else:
+            info = session.client.info
+            core = CoreConnection(core_target, True, info.core_incarnation, info.model.model, session.num_requests)
+        return replace(self._counters.stats(), cores=(core,), is_draining=self._is_draining)
 
     # -- requests -------------------------------------------------------------------------------------------------
 

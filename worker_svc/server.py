@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -21,6 +22,7 @@ from pagewire.errors import (
     violation,
 )
 from pagewire.plan import StepResult
+from pagewire.runtime.process_stats import process_stats
 from pagewire.types_wire import model_info_to_proto, protocol_versions, tokenizer_chunks
 from pagewire.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc import wire
@@ -118,6 +120,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.WorkerServiceUtilityRequest, context: Context
     ) -> worker_pb2.WorkerServiceUtilityResponse:
         """One of the list."""
+        if request.WhichOneof("command") == "stats" and not request.core_incarnation:
+            return self._stats()
         core, worker, response = self._require(request.core_incarnation), self._worker, wire.Utility
         match request.WhichOneof("command"):
             case "sleep":
@@ -127,8 +131,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 await self._run(core, worker.wake_up)
                 return response(wake_up=response.WakeUp())
             case "stats":
-                # Read from here: it must answer while a step runs.
-                return wire.stats_to_proto(worker.stats())
+                return self._stats()
             case "profile":
                 path = await self._run(core, lambda: worker.profile(request.profile.start))
                 return response(profile=response.Profile(path=path))
@@ -136,6 +139,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 raise InvalidArgumentError([violation("command", "unset", "must be set")])
             case name:
                 raise UnimplementedError(f"command {name} is not served by this build")
+
+    def _stats(self) -> worker_pb2.WorkerServiceUtilityResponse:
+        """Read from here and not on the compute thread: it must answer while a step runs."""
+        process, is_open = process_stats(self._incarnation), self._session is not None
+        stats = replace(self._worker.stats(), process=process, core_incarnation=self._core, is_stream_open=is_open)
+        return wire.stats_to_proto(stats)
 
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: Context

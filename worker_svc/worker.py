@@ -21,10 +21,12 @@ from pagewire.errors import (
     violation,
 )
 from pagewire.plan import StepPlan, StepResult
+from pagewire.runtime.process_stats import resident_bytes
+from pagewire.stats import WorkerStats
 from worker_svc.batch import Batch
 from worker_svc.compute import Deferred
 from worker_svc.kv_pool import allocate_pool, check_sizes
-from worker_svc.memory import device_named, give_memory_back, resident_bytes
+from worker_svc.memory import device_named, give_memory_back
 from worker_svc.models.loader import LoadedModel, load_model
 from worker_svc.profile_run import cuda_kv_budget_bytes
 from worker_svc.profiler import Profiler
@@ -46,16 +48,6 @@ class LoadRequest:
     max_model_len: int = 0
     force_generic: bool = False
     load_format: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStats:
-    """Numbers about the worker."""
-
-    num_steps: int
-    num_slots_used: int
-    resident_bytes: int
-    sleep_level: int
 
 
 class Worker:
@@ -373,10 +365,19 @@ class Worker:
         return self._profiler.start() if start else self._profiler.stop()
 
     def stats(self) -> WorkerStats:
-        """Numbers about the worker."""
-        runner = self._runner
-        num_slots_used = 0 if runner is None else runner.batch.num_slots_used
-        return WorkerStats(self._num_steps, num_slots_used, resident_bytes(), self.sleep_level)
+        """Numbers about the worker; of the process and its core its servicer knows."""
+        runner, model, started_ns = self._runner, self.model, self.step_started_ns
+        return WorkerStats(
+            num_steps=self._num_steps,
+            num_slots_used=0 if runner is None else runner.batch.num_slots_used,
+            resident_bytes=resident_bytes(),
+            sleep_level=self.sleep_level,
+            epoch=self.epoch,
+            step=self.step,
+            step_age_ms=max(time.monotonic_ns() - started_ns, 0) // 1_000_000 if started_ns else 0,
+            device=self.device,
+            model="" if model is None else model.model,
+        )
 
     def _require_model(self) -> LoadedModel:
         if self._loaded is None or self.sleep_level:

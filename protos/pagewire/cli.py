@@ -17,6 +17,7 @@ Everything on this machine:
 Talk to a running server:
   generate   send one prompt and stream the answer to the terminal
   bench      measure throughput, time to first token and inter-token latency
+  top        watch a deployment: requests, steps, KV cache, rates, services
 
 One process each, for several machines or a debugger:
   worker     the muscle: loads the model and computes           (listens on 50053)
@@ -32,7 +33,12 @@ PAGEWIRE_CORE_MAX_NUM_SEQS (of one service), then PAGEWIRE_MAX_NUM_SEQS (of all)
 First try:  pagewire serve        and, in another terminal:  pagewire generate "Why is the sky blue?"
 """
 
-_OWN = {"serve": "pagewire.serve", "generate": "pagewire.generate", "bench": "pagewire.bench"}
+_OWN = {
+    "serve": "pagewire.serve",
+    "generate": "pagewire.generate",
+    "bench": "pagewire.bench",
+    "top": "pagewire.top.command",
+}
 _SERVICES = {"frontend": "frontend_svc", "core": "core_svc", "worker": "worker_svc", "fetch": "worker_svc.fetch"}
 
 

@@ -19,10 +19,11 @@ def server_flag(parser: argparse.ArgumentParser) -> None:
     """Adds --server."""
     default = os.environ.get("PAGEWIRE_SERVER") or DEFAULT_SERVER
     help_text = f"address of a frontend (default: {DEFAULT_SERVER}; env PAGEWIRE_SERVER)"
-    parser.add_argument("--server", metavar="HOST:PORT", default=default, type=_address, help=help_text)
+    parser.add_argument("--server", metavar="HOST:PORT", default=default, type=address, help=help_text)
 
 
-def _address(text: str) -> str:
+def address(text: str) -> str:
+    """The value of a flag that takes an address."""
     # Without a port gRPC takes 443, and says so nowhere.
     if ":" not in text.strip(":"):
         raise argparse.ArgumentTypeError(f"must be an address such as {DEFAULT_SERVER}, and is {text!r}")

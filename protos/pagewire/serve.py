@@ -223,6 +223,7 @@ def print_addresses(model: str, addresses: Sequence[Ready], target: str) -> None
     if grpcurl.exists() or shutil.which("grpcurl"):
         body = '{"text": "The capital of France is", "sampling_params": {"max_tokens": 8, "temperature": 0}}'
         print(f"  {_command('grpcurl')} -plaintext -d '{body}' {target} pagewire.v1.FrontendService/Generate")
+    print(f"\nWatch it:\n  {_command('pagewire')} top --frontend {target}")
     print("\nCtrl-C ends it.", flush=True)
 
 
