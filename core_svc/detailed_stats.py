@@ -1,6 +1,7 @@
 """The answer to GetStats with a detail: the engine's part, made between its steps, and what the edge knows by itself.
 
-A live view must not wait for a step that hangs: after ANSWER_WITHIN_S it gets what there is without the engine.
+A live view must not wait for a step that hangs: after ANSWER_WITHIN_S it gets what the edge knows, and what the engine
+answered last.
 """
 
 from __future__ import annotations
@@ -30,16 +31,15 @@ class DetailedStats:
     worker_target: str = ""
     _asked: Future[CommandResult] | None = None
     """The question that the engine has not answered: no further one is put behind it."""
+    _last: tuple[DetailWanted, CoreDetail, int] | None = None
+    """What the engine answered last, to which question, and when (monotonic nanoseconds)."""
 
     async def answer(self, wanted: DetailWanted, unavailable: str) -> CoreStats:
         """Counters and detail; the detail is_partial where the engine is in a long step. Raises PagewireError."""
         stats = await self._ask_engine(wanted)
-        is_partial = stats is None
+        is_partial = stats is None or stats.detail is None
         stats = stats or self.engine.stats()
-        told = stats.detail or CoreDetail(
-            requests=RequestColumns(num_total=stats.num_running + stats.num_waiting),
-            blocks=BlockColumns(stats.num_total_blocks),
-        )
+        told, age_ms = (stats.detail, 0) if stats.detail is not None else self._earlier(wanted, stats)
         detail = replace(
             told,
             process=process_stats(self.info.core_incarnation),
@@ -51,17 +51,41 @@ class DetailedStats:
             unavailable=unavailable,
             step_age_ms=step_age_ms(time.monotonic_ns(), self.engine.step_started_ns),
             is_partial=is_partial,
+            snapshot_age_ms=age_ms,
         )
         if self.recent_steps is not None:
             detail.steps = self.recent_steps.columns(wanted.max_steps)
         return replace(stats, detail=detail)
 
     async def _ask_engine(self, wanted: DetailWanted) -> CoreStats | None:
+        """None where it does not answer in time; what it answers later is for whoever asks next."""
         if self._asked is not None and not self._asked.done():
             return None
-        self._asked = self.engine.utility(GetStats(wanted))
-        await asyncio.wait([asyncio.wrap_future(self._asked)], timeout=ANSWER_WITHIN_S)
-        if not self._asked.done():
+        asked = self._asked = self.engine.utility(GetStats(wanted))
+        asked.add_done_callback(lambda done: self._keep(wanted, done))
+        answered = asyncio.wrap_future(asked)
+        # Its error is told by the one below, or to nobody.
+        answered.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.wait([answered], timeout=ANSWER_WITHIN_S)
+        if not asked.done():
             return None
-        stats = self._asked.result()
+        stats = asked.result()
         return stats if isinstance(stats, CoreStats) else None
+
+    def _keep(self, wanted: DetailWanted, done: Future[CommandResult]) -> None:
+        """On the engine's thread: one assignment, which no reader sees half of."""
+        if done.cancelled() or done.exception() is not None:
+            return
+        stats = done.result()
+        if isinstance(stats, CoreStats) and stats.detail is not None:
+            self._last = (wanted, stats.detail, time.monotonic_ns())
+
+    def _earlier(self, wanted: DetailWanted, stats: CoreStats) -> tuple[CoreDetail, int]:
+        """The last answer to the same question, and its age in milliseconds; without one, how many there are."""
+        last = self._last
+        if last is not None and last[0] == wanted:
+            return last[1], (time.monotonic_ns() - last[2]) // 1_000_000
+        num_requests = stats.num_running + stats.num_waiting
+        return CoreDetail(
+            requests=RequestColumns(num_total=num_requests), blocks=BlockColumns(stats.num_total_blocks)
+        ), 0

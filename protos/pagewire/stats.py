@@ -126,6 +126,7 @@ class CoreDetail:
     requests: RequestColumns = field(default_factory=RequestColumns)
     steps: StepColumns = field(default_factory=StepColumns)
     blocks: BlockColumns = field(default_factory=BlockColumns)
+    snapshot_age_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

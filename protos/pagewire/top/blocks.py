@@ -6,11 +6,7 @@ from rich.text import Text
 
 from pagewire.stats import BlockState, CoreDetail
 from pagewire.top.data import block_counts
-from pagewire.top.format import (
-    Glyphs,
-    block_map,
-    count,
-)
+from pagewire.top.format import Glyphs, block_map, count, duration
 from pagewire.top.table import rule
 
 BLOCK_STYLES = {
@@ -31,10 +27,12 @@ def kv_map(detail: CoreDetail, num_lines: int, width: int, glyphs: Glyphs) -> li
     for state, number in zip(BlockState, (counts.free, counts.cached, counts.used, counts.shared), strict=True):
         mark = f"{glyphs.blocks[state]} {about}{count(number)} {state.name.lower()}"
         parts += [(" ", ""), (mark, BLOCK_STYLES[state])]
+    if detail.snapshot_age_ms:
+        parts.append((f", {duration(detail.snapshot_age_ms)} ago", "yellow"))
     cells = block_map(blocks.states, num_lines * width)
     lines = [rule("KV cache", width, glyphs, *parts)]
     for start in range(0, len(cells), width):
-        line = Text(no_wrap=True, end="")
+        line = Text(no_wrap=True)
         for state in cells[start : start + width]:
             line.append(glyphs.blocks[state], style=BLOCK_STYLES[state])
         lines.append(line)

@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Sequence
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from pagewire.generate import address, seconds
 from pagewire.tls_flags import add_tls_flags, tls_from_flags
@@ -91,8 +92,7 @@ async def _print_once(deployment: Deployment, console: Console, interval_s: floa
         glyphs=_glyphs(console),
         note=time.strftime("%Y-%m-%d", time.localtime(now.wall_s)),
     )
-    for line in lines:
-        console.print(line, end="\n", overflow="ignore", crop=False)
+    console.print(_joined(lines), overflow="ignore", crop=False)
     return _status(now)
 
 
@@ -120,7 +120,7 @@ async def _live(deployment: Deployment, console: Console, interval_s: float) -> 
                 glyphs=_glyphs(console),
                 note=note,
             )
-            live.update(Group(*lines), refresh=True)
+            live.update(_joined(lines), refresh=True)
             before, now = now, await _next_look(deployment, now, interval_s)
 
 
@@ -132,6 +132,10 @@ async def _look_twice(deployment: Deployment, interval_s: float) -> tuple[Sample
 async def _next_look(deployment: Deployment, last: Sample, interval_s: float) -> Sample:
     await asyncio.sleep(max(last.taken_s + interval_s - time.monotonic(), 0))
     return await deployment.look()
+
+
+def _joined(lines: Sequence[Text]) -> Text:
+    return Text("\n", no_wrap=True).join(lines)
 
 
 def _glyphs(console: Console) -> Glyphs:

@@ -63,8 +63,10 @@ def share(value: float | None) -> str:
 
 
 def duration(ms: float) -> str:
-    """Such as 0.4s, 42s, 3m05, 7h22, 3d04."""
+    """Such as 85ms, 1.4s, 42s, 3m05, 7h22, 3d04."""
     seconds = ms / 1000
+    if ms < 1000:
+        return f"{ms:.0f}ms"
     if seconds < 10:
         return f"{seconds:.1f}s"
     if seconds < 60:

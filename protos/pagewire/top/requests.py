@@ -94,15 +94,20 @@ def _name(external_id: str, request_id: int, child_index: int, siblings: set[str
 
 def _requests_rule(detail: CoreDetail, rows: Sequence[_Request], num_shown: int, width: int, glyphs: Glyphs) -> Text:
     num_total = detail.requests.num_total
-    parts = []
-    if len(rows) == num_total:
+    parts: list[tuple[str, str]] = []
+    is_whole = len(rows) == num_total
+    if is_whole:
+        numbers = Counter(row.state for row in rows)
         for state, style in STATE_STYLES.items():
-            number = sum(row.state == state for row in rows)
-            if number or state == "running":
-                parts.append((f" {number} {state}", style if number else ""))
-    else:
-        parts.append((f" {num_total}", ""))
+            if numbers[state]:
+                parts += [(", " if parts else " ", ""), (f"{numbers[state]} {state}", style)]
+    if not parts:
+        parts.append((f" {num_total or 'none'}", ""))
     if num_shown < num_total:
-        parts.append((f", {num_shown} shown", "dim"))
-    parts.append((f", they owe {count(sum(row.debt for row in rows))} tokens", "") if rows else ("", ""))
+        parts.append((f", {num_shown} shown", ""))
+    if rows:
+        whose = "they owe" if is_whole else f"the first {len(rows)} owe"
+        parts.append((f", {whose} {count(sum(row.debt for row in rows))} tokens", ""))
+    if detail.snapshot_age_ms:
+        parts.append((f", {duration(detail.snapshot_age_ms)} ago", "yellow"))
     return rule("requests", width, glyphs, *parts)

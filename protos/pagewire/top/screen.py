@@ -52,7 +52,7 @@ def _shares(height: int | None) -> tuple[int, int, int]:
 
 
 def _title(now: Sample, width: int, note: str) -> Text:
-    title = Text("pagewire top", style="bold reverse", no_wrap=True, end="")
+    title = Text("pagewire top", style="bold reverse", no_wrap=True)
     model = now.detail.model or next((c.model for c in _cores(now) if c.model), "")
     moment = time.strftime("%H:%M:%S", time.localtime(now.wall_s))
     title.append(f"  {model}  {moment}", style="not reverse")

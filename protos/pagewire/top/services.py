@@ -98,12 +98,13 @@ def _frontend_notes(answer: Answer[FrontendStats]) -> str:
     stats = answer.stats
     if stats is None:
         return short_error(answer.error)
-    num_connected = sum(core.is_connected for core in stats.cores)
-    if len(stats.cores) != 1:
-        cores = f"{num_connected} of {len(stats.cores)} cores"
-    else:
-        cores = "core connected" if num_connected else "no core"
-    return f"{stats.num_requests} requests, {cores}" + (", draining" if stats.is_draining else "")
+    num_usable, num_cores = sum(core.is_connected for core in stats.cores), len(stats.cores)
+    cores = _number(num_usable, "core") if num_usable == num_cores else f"{num_usable} of {num_cores} cores"
+    return f"{_number(stats.num_requests, 'request')}, {cores}" + (", draining" if stats.is_draining else "")
+
+
+def _number(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _core_notes(now: Sample) -> str:
@@ -112,10 +113,8 @@ def _core_notes(now: Sample) -> str:
         return short_error(now.core.error)
     if detail.unavailable:
         return short_error(detail.unavailable)
-    notes = [f"epoch {stats.epoch}", f"{stats.num_frontends} frontend{'s' if stats.num_frontends != 1 else ''}"]
+    notes = [f"epoch {stats.epoch}", _number(stats.num_frontends, "frontend")]
     notes += ["paused"] * stats.is_paused + [f"asleep at {stats.sleep_level}"] * bool(stats.sleep_level)
-    if detail.is_partial:
-        notes.insert(0, f"step for {duration(detail.step_age_ms)}")
     return ", ".join(notes)
 
 
@@ -123,6 +122,5 @@ def _worker_notes(answer: Answer[WorkerStats]) -> str:
     stats = answer.stats
     if stats is None:
         return short_error(answer.error)
-    link = "core connected" if stats.is_stream_open else "no core"
     asleep = [f"asleep at {stats.sleep_level}"] * bool(stats.sleep_level)
-    return ", ".join([f"epoch {stats.epoch}", *asleep, link, stats.device])
+    return ", ".join([f"epoch {stats.epoch}", stats.device, *asleep, _number(int(stats.is_stream_open), "core")])

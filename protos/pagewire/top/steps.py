@@ -58,6 +58,8 @@ _STEPS = [
     Column[_Step](" ms by stage", 20, lambda s: " " + s.bar, is_left=True, style=lambda s: "cyan", rank=3),
 ]
 BAR_WIDTH = 18
+PICTURE_MARGIN = 22
+"""What a picture's name and scale take of its line."""
 
 
 def steps(detail: CoreDetail, num_rows: int | None, width: int, glyphs: Glyphs) -> list[Text]:
@@ -66,16 +68,15 @@ def steps(detail: CoreDetail, num_rows: int | None, width: int, glyphs: Glyphs) 
     stages = [columns.schedule_us, columns.execute_us, columns.update_us, columns.publish_us]
     totals = [sum(times) for times in zip(*(stage.tolist() for stage in stages), strict=True)]
     tokens = columns.num_scheduled_tokens.tolist()
-    running = f" step runs for {duration(detail.step_age_ms)}" if detail.step_age_ms > 1000 else ""
-    title = "" if totals else " none yet"
-    legend = "" if not totals else f" newest first, times in ms; the last {len(totals)} as pictures, oldest left"
-    lines = [rule("steps", width, glyphs, (title or legend, "dim"), (running, "bold red"))]
+    running = f" one runs for {duration(detail.step_age_ms)}," if detail.step_age_ms > 1000 else ""
+    legend = f" newest first, times in ms; pictures of the last {len(totals)}, oldest left" if totals else " none yet"
+    lines = [rule("steps", width, glyphs, (running, "yellow"), (legend, "dim"))]
     for name, values, shown in (
         ("tokens", tokens, count(max(tokens, default=0))),
         ("time", totals, milliseconds(max(totals, default=0)) + " ms"),
     ):
-        line = Text(f"{name:<6} ", style="bold", no_wrap=True, end="")
-        line.append(sparkline(values[-(width - 20) :], glyphs), style="not bold cyan")
+        line = Text(f"{name:<6} ", style="bold", no_wrap=True)
+        line.append(sparkline(values[-(width - PICTURE_MARGIN) :], glyphs), style="not bold cyan")
         lines.append(line.append(f" up to {shown}", style="not bold") if totals else line)
     longest = max(totals[-(num_rows or len(totals)) :], default=0)
     rows = [

@@ -66,7 +66,7 @@ def _cell(column: Column[T], row: T, width: int, glyphs: Glyphs) -> str:
 
 
 def _line(cells: Sequence[tuple[str, str]]) -> Text:
-    line = Text(no_wrap=True, end="")
+    line = Text(no_wrap=True)
     for idx, (text, style) in enumerate(cells):
         line.append(" " if idx else "")
         line.append(text, style=style or None)
@@ -76,7 +76,7 @@ def _line(cells: Sequence[tuple[str, str]]) -> Text:
 
 def rule(title: str, width: int, glyphs: Glyphs, *parts: tuple[str, str]) -> Text:
     """A line with a title in it, and further parts with their styles."""
-    line = Text(glyphs.rule * 2 + " ", style="dim", no_wrap=True, end="")
+    line = Text(glyphs.rule * 2 + " ", style="dim", no_wrap=True)
     line.append(title, style="bold not dim")
     for text, style in parts:
         line.append(text, style=f"not dim {style}")

@@ -1273,6 +1273,7 @@ class CoreDetail(_message.Message):
     REQUESTS_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_AGE_MS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model that it serves."""
     block_size: _builtins.int
@@ -1288,7 +1289,9 @@ class CoreDetail(_message.Message):
     step_age_ms: _builtins.int
     """Age of the step that runs now, in milliseconds; 0 between steps."""
     is_partial: _builtins.bool
-    """Requests and blocks are missing: the engine is in a long step, and answers after it."""
+    """Requests and blocks are of an earlier moment, or missing: the engine is in a long step, and answers after it."""
+    snapshot_age_ms: _builtins.int
+    """How old requests and blocks are, in milliseconds; 0 unless is_partial."""
     @_builtins.property
     def process(self) -> _types_pb2.ProcessStats:
         """The process."""
@@ -1320,10 +1323,11 @@ class CoreDetail(_message.Message):
         requests: Global___CoreDetail.RequestColumns | None = ...,
         steps: Global___CoreDetail.StepColumns | None = ...,
         blocks: Global___CoreDetail.BlockColumns | None = ...,
+        snapshot_age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "process", b"process", "requests", b"requests", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks", b"blocks", "is_partial", b"is_partial", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "process", b"process", "requests", b"requests", "step_age_ms", b"step_age_ms", "steps", b"steps", "unavailable", b"unavailable", "worker_target", b"worker_target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks", b"blocks", "is_partial", b"is_partial", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "process", b"process", "requests", b"requests", "snapshot_age_ms", b"snapshot_age_ms", "step_age_ms", b"step_age_ms", "steps", b"steps", "unavailable", b"unavailable", "worker_target", b"worker_target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
