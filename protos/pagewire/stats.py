@@ -106,7 +106,7 @@ class BlockColumns:
     """A core's KV pool: a byte per block, a BlockState, of every `stride`-th block."""
 
     num_blocks: int = 0
-    stride: int = 1
+    stride: int = 0
     states: bytes = b""
 
 

@@ -22,13 +22,13 @@ def kv_map(detail: CoreDetail, num_lines: int, width: int, glyphs: Glyphs) -> li
     blocks, counts = detail.blocks, block_counts(detail)
     if counts is None:
         return [rule("KV cache", width, glyphs, (f" {count(blocks.num_blocks)} blocks", ""))]
-    about = "" if blocks.stride == 1 else "about "
+    about = "" if blocks.stride <= 1 else "about "
     parts = [(f" {count(blocks.num_blocks)} blocks of {detail.block_size}:", "")]
+    if detail.snapshot_age_ms:
+        parts = [(f" {count(blocks.num_blocks)} blocks, ", ""), (f"{duration(detail.snapshot_age_ms)} ago:", "yellow")]
     for state, number in zip(BlockState, (counts.free, counts.cached, counts.used, counts.shared), strict=True):
         mark = f"{glyphs.blocks[state]} {about}{count(number)} {state.name.lower()}"
         parts += [(" ", ""), (mark, BLOCK_STYLES[state])]
-    if detail.snapshot_age_ms:
-        parts.append((f", {duration(detail.snapshot_age_ms)} ago", "yellow"))
     cells = block_map(blocks.states, num_lines * width)
     lines = [rule("KV cache", width, glyphs, *parts)]
     for start in range(0, len(cells), width):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -36,11 +36,19 @@ _Detail = core_pb2.UtilityRequest.Stats.Detail
 class Deployment:
     """The services of one deployment. Each is where its flag says, else where the one in front of it has it."""
 
-    def __init__(self, targets: dict[str, str], tls: TlsConfig | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        """`targets`: by service, where the user named one."""
+    def __init__(
+        self,
+        targets: Mapping[str, str | None],
+        tls: TlsConfig | None = None,
+        *,
+        api_key: str = "",
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`targets`: by service, where the user named one. The API key goes to the frontend alone."""
         self._given = {name: target for name, target in targets.items() if target}
         self._found: dict[str, str] = {}
         self._tls, self._timeout_s = tls, timeout_s
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else None
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def close(self) -> None:
@@ -75,7 +83,8 @@ class Deployment:
     async def _frontend(self) -> Answer[FrontendStats]:
         async def ask(channel: grpc.aio.Channel) -> FrontendStats:
             stub: Any = frontend_pb2_grpc.FrontendServiceStub(channel)
-            response = await stub.GetStats(frontend_pb2.GetStatsRequest(), timeout=self._timeout_s)
+            request = frontend_pb2.GetStatsRequest()
+            response = await stub.GetStats(request, timeout=self._timeout_s, metadata=self._metadata)
             return read(FrontendStats, response)
 
         return await self._ask("frontend", ask)

@@ -47,6 +47,13 @@ def _parser() -> argparse.ArgumentParser:
         "--once", action="store_true", help="look twice, an interval apart for the rates, print, and end"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per look instead of a screen")
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        default=os.environ.get("PAGEWIRE_API_KEY", ""),
+        help="API key for the frontend; better by its variable, for flags are shown to everybody on the machine "
+        "(env PAGEWIRE_API_KEY)",
+    )
     add_tls_flags(parser)
     return parser
 
@@ -69,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def _main(arguments: argparse.Namespace) -> int:
     targets = {service: getattr(arguments, service) for service in DEFAULT_TARGETS}
-    deployment = Deployment(targets, tls_from_flags(arguments))
+    deployment = Deployment(targets, tls_from_flags(arguments), api_key=arguments.api_key)
     try:
         console = Console(highlight=False)
         if arguments.json:

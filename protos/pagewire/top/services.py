@@ -45,7 +45,7 @@ _SERVICES = [
     Column[_Service](
         "HEALTH", 9, lambda s: s.answer.health, is_left=True, style=lambda s: HEALTH_STYLES.get(s.answer.health, "")
     ),
-    Column[_Service]("ADDRESS", 15, lambda s: s.answer.target, is_left=True, keeps_end=True, max_width=40),
+    Column[_Service]("ADDRESS", 15, lambda s: s.answer.target, is_left=True, keeps_end=True, max_width=30),
     Column[_Service]("UP", 5, lambda s: s.of_process(lambda p: duration(p.uptime_ms))),
     Column[_Service]("MEMORY", 6, lambda s: s.of_process(lambda p: size(p.resident_bytes))),
     Column[_Service]("CPU", 6, lambda s: NOTHING if s.cpu is None else f"{s.cpu:.0%}", rank=1),
@@ -113,8 +113,8 @@ def _core_notes(now: Sample) -> str:
         return short_error(now.core.error)
     if detail.unavailable:
         return short_error(detail.unavailable)
-    notes = [f"epoch {stats.epoch}", _number(stats.num_frontends, "frontend")]
-    notes += ["paused"] * stats.is_paused + [f"asleep at {stats.sleep_level}"] * bool(stats.sleep_level)
+    notes = ["paused"] * stats.is_paused + [f"asleep at {stats.sleep_level}"] * bool(stats.sleep_level)
+    notes += [f"epoch {stats.epoch}", _number(stats.num_frontends, "frontend")]
     return ", ".join(notes)
 
 
@@ -123,4 +123,4 @@ def _worker_notes(answer: Answer[WorkerStats]) -> str:
     if stats is None:
         return short_error(answer.error)
     asleep = [f"asleep at {stats.sleep_level}"] * bool(stats.sleep_level)
-    return ", ".join([f"epoch {stats.epoch}", stats.device, *asleep, _number(int(stats.is_stream_open), "core")])
+    return ", ".join([*asleep, f"epoch {stats.epoch}", stats.device, _number(int(stats.is_stream_open), "core")])

@@ -69,7 +69,7 @@ def steps(detail: CoreDetail, num_rows: int | None, width: int, glyphs: Glyphs) 
     totals = [sum(times) for times in zip(*(stage.tolist() for stage in stages), strict=True)]
     tokens = columns.num_scheduled_tokens.tolist()
     running = f" one runs for {duration(detail.step_age_ms)}," if detail.step_age_ms > 1000 else ""
-    legend = f" newest first, times in ms; pictures of the last {len(totals)}, oldest left" if totals else " none yet"
+    legend = f" newest first, in ms; pictures: the last {len(totals)}, oldest left" if totals else " none yet"
     lines = [rule("steps", width, glyphs, (running, "yellow"), (legend, "dim"))]
     for name, values, shown in (
         ("tokens", tokens, count(max(tokens, default=0))),
