@@ -75,7 +75,7 @@ class EngineCore(EngineCalls):
         self._observers = observers
         self._records: list[StepRecord] = []
         self._publish_ns = 0
-        self.scheduler.journal.is_on = bool(observers)
+        self.scheduler.journal.is_on = any(getattr(observer, "needs_events", True) for observer in observers)
 
     # --- the loop ---
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from core_svc.block_pool import BlockPool, KVCacheBlock
+from core_svc.block_pool import BlockPool
 from core_svc.request import Request, RequestStatus
 from core_svc.scheduler import Scheduler
 from pagewire.columns import Int32Column, int32
@@ -75,10 +75,10 @@ def block_columns(pool: BlockPool, max_blocks: int) -> BlockColumns:
     if max_blocks <= 0:
         return BlockColumns(num_blocks)
     stride = -(-num_blocks // max_blocks)
-    return BlockColumns(num_blocks, stride, bytes(map(_block_state, pool.blocks[1::stride])))
-
-
-def _block_state(block: KVCacheBlock) -> int:
-    if block.ref_cnt:
-        return BlockState.SHARED if block.ref_cnt > 1 else BlockState.USED
-    return BlockState.FREE if block.block_hash is None else BlockState.CACHED
+    free, cached, used, shared = (int(state) for state in BlockState)
+    # Written out: the engine waits meanwhile, and a call per block would triple that.
+    states = [
+        (used if block.ref_cnt == 1 else shared) if block.ref_cnt else (free if block.block_hash is None else cached)
+        for block in pool.blocks[1::stride]
+    ]
+    return BlockColumns(num_blocks, stride, bytes(states))

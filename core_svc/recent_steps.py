@@ -35,7 +35,9 @@ class _Kept(NamedTuple):
 
 
 class RecentSteps:
-    """An EngineObserver. `columns` may be called from any thread."""
+    """An EngineObserver of steps alone. `columns` may be called from any thread."""
+
+    needs_events = False
 
     def __init__(self) -> None:
         self._kept: deque[_Kept] = deque(maxlen=MAX_STEPS)

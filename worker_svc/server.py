@@ -142,8 +142,17 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _stats(self) -> worker_pb2.WorkerServiceUtilityResponse:
         """Read from here and not on the compute thread: it must answer while a step runs."""
-        process, is_open = process_stats(self._incarnation), self._session is not None
-        stats = replace(self._worker.stats(), process=process, core_incarnation=self._core, is_stream_open=is_open)
+        worker, process = self._worker, process_stats(self._incarnation)
+        stats = replace(
+            worker.stats(),
+            resident_bytes=process.resident_bytes,
+            process=process,
+            core_incarnation=self._core,
+            is_stream_open=self._session is not None,
+            step_age_ms=self._step_age_ms(),
+            device=worker.device,
+            model="" if worker.model is None else worker.model.model,
+        )
         return wire.stats_to_proto(stats)
 
     async def Execute(
@@ -235,9 +244,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             session.submit(plan)
 
     def _heartbeat(self) -> worker_pb2.ExecuteResponse:
+        return wire.heartbeat_to_proto(self._step_age_ms(), self._worker.step, self._worker.progress)
+
+    def _step_age_ms(self) -> int:
         started_ns = self._worker.step_started_ns
-        age_ms = (time.monotonic_ns() - started_ns) // 1_000_000 if started_ns else 0
-        return wire.heartbeat_to_proto(age_ms, self._worker.step, self._worker.progress)
+        return (time.monotonic_ns() - started_ns) // 1_000_000 if started_ns else 0
 
     async def _run(self, core: str, function: Callable[[], T]) -> T:
         """Runs a call of a core on the compute thread, unless the core is fenced when its turn comes."""

@@ -21,7 +21,6 @@ from pagewire.errors import (
     violation,
 )
 from pagewire.plan import StepPlan, StepResult
-from pagewire.runtime.process_stats import resident_bytes
 from pagewire.stats import WorkerStats
 from worker_svc.batch import Batch
 from worker_svc.compute import Deferred
@@ -365,19 +364,10 @@ class Worker:
         return self._profiler.start() if start else self._profiler.stop()
 
     def stats(self) -> WorkerStats:
-        """Numbers about the worker; of the process and its core its servicer knows."""
-        runner, model, started_ns = self._runner, self.model, self.step_started_ns
-        return WorkerStats(
-            num_steps=self._num_steps,
-            num_slots_used=0 if runner is None else runner.batch.num_slots_used,
-            resident_bytes=resident_bytes(),
-            sleep_level=self.sleep_level,
-            epoch=self.epoch,
-            step=self.step,
-            step_age_ms=max(time.monotonic_ns() - started_ns, 0) // 1_000_000 if started_ns else 0,
-            device=self.device,
-            model="" if model is None else model.model,
-        )
+        """What only the worker knows; its servicer fills in the rest."""
+        runner = self._runner
+        num_slots_used = 0 if runner is None else runner.batch.num_slots_used
+        return WorkerStats(self._num_steps, num_slots_used, 0, self.sleep_level, epoch=self.epoch, step=self.step)
 
     def _require_model(self) -> LoadedModel:
         if self._loaded is None or self.sleep_level:

@@ -22,7 +22,7 @@ from pagewire.v1 import core_pb2, core_pb2_grpc, frontend_pb2, frontend_pb2_grpc
 T = TypeVar("T")
 
 TIMEOUT_S = 2.0
-MAX_REQUESTS, MAX_BLOCKS = 256, 8192
+MAX_REQUESTS, MAX_BLOCKS = 256, 4096
 """What one look asks a core for: more than a terminal shows, and little work for the core."""
 DEFAULT_TARGETS = {"frontend": "127.0.0.1:50051", "core": "127.0.0.1:50052", "worker": "127.0.0.1:50053"}
 
