@@ -14,6 +14,7 @@ from core_svc.engine import EngineCore
 from core_svc.kv_event_log import KvEventLog
 from core_svc.output_hub import OutputHub
 from core_svc.process_metrics import CoreMetrics
+from core_svc.recent_steps import RecentSteps
 from core_svc.server import SERVICE_NAME, EngineCoreServicer, Serving
 from core_svc.settings import CoreSettings
 from core_svc.trace_observer import TraceObserver
@@ -23,6 +24,7 @@ from core_svc.worker_link import Connection, WorkerLink, explain
 from pagewire.engine import EngineInfo
 from pagewire.errors import FailedPreconditionError, PagewireError, UnavailableError
 from pagewire.runtime.lifetime import new_incarnation
+from pagewire.runtime.logs import set_incarnation
 from pagewire.runtime.server import GrpcServer
 from pagewire.runtime.tracing import start_tracing, stop_tracing
 
@@ -44,6 +46,7 @@ class CoreProcess:
         self._loop = asyncio.get_running_loop()
         self.incarnation = new_incarnation()
         self._tracer = start_tracing("core", self.incarnation)
+        set_incarnation(self.incarnation)
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """Gets the error that no reconnect can mend."""
         self._metrics = CoreMetrics(
@@ -68,6 +71,7 @@ class CoreProcess:
             metrics=self._metrics.client,
         )
         self._link = WorkerLink(self._executor, settings.worker, settings.model_spec(), settings.cache_spec())
+        self._recent_steps = RecentSteps()
         self._watchdog = StepWatchdog(settings.step_limit_s)
         self._connection: Connection | None = None
         self._engine: EngineCore | None = None
@@ -105,7 +109,7 @@ class CoreProcess:
             self._hub.publish,
             on_kv_events=self._kv_log.append,
             epoch=connection.epoch,
-            observers=[*self._metrics.observers, *([tracing] if tracing is not None else [])],
+            observers=[self._recent_steps, *self._metrics.observers, *([tracing] if tracing is not None else [])],
         )
         self._metrics.watch(engine)
         if tracing is not None:
@@ -176,7 +180,14 @@ class CoreProcess:
             lease_ms=settings.lease_ms,
             heartbeat_interval_ms=settings.heartbeat_interval_ms,
         )
-        self._servicer.serving = Serving(self._engine, info, connection.tokenizer_files, self._executor.progress)
+        self._servicer.serving = Serving(
+            self._engine,
+            info,
+            connection.tokenizer_files,
+            self._executor.progress,
+            self._recent_steps,
+            settings.worker,
+        )
 
     def _run_engine(self, engine: EngineCore) -> None:
         try:

@@ -22,6 +22,7 @@ from frontend_svc.tickets import RETRY_AFTER_S
 from frontend_svc.tokenizer import Tokenizer
 from pagewire.engine import EngineInfo
 from pagewire.errors import PagewireError, ResourceExhaustedError, UnavailableError
+from pagewire.stats import CoreConnection
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -218,6 +219,10 @@ class CorePool:
         """The cores that are connected."""
         return [core.session for core in self._cores.values() if core.session is not None]
 
+    def connections(self) -> tuple[CoreConnection, ...]:
+        """Every core, connected or not, for whoever watches."""
+        return tuple(_connection(core) for core in self._cores.values())
+
     @property
     def inputs(self) -> InputProcessor:
         """Makes requests for any of the cores. Raises UnavailableError while there is none."""
@@ -258,6 +263,13 @@ class CorePool:
     async def wait_ready(self) -> None:
         """Waits until a core is connected."""
         await self._has_session.wait()
+
+
+def _connection(core: _Core) -> CoreConnection:
+    if core.session is None:
+        return CoreConnection(core.name, error=core.why_unavailable)
+    info = core.session.client.info
+    return CoreConnection(core.name, True, info.core_incarnation, info.model.model, core.session.num_requests)
 
 
 def _make_inputs(client: EngineCoreClient) -> InputProcessor:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
 from frontend_svc import wire
+from frontend_svc.access_log import AccessLog
 from frontend_svc.api_keys import ApiKeys
 from frontend_svc.auth_wire import AuthInterceptor, key_name
 from frontend_svc.core_client import GrpcCoreClient
@@ -27,6 +29,8 @@ from frontend_svc.trace_observer import TraceObserver
 from pagewire.engine import TraceContext
 from pagewire.errors import InvalidArgumentError, PagewireError, violation
 from pagewire.runtime.lifetime import new_incarnation
+from pagewire.runtime.logs import set_incarnation
+from pagewire.runtime.process_stats import process_stats
 from pagewire.runtime.ready import print_ready
 from pagewire.runtime.server import GrpcServer, wait_for_signal
 from pagewire.runtime.tracing import start_tracing, stop_tracing
@@ -62,9 +66,10 @@ def _trace_context(context: Context) -> TraceContext | None:
 class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
     """The service. Errors leave as PagewireErrors; the server's interceptor makes statuses of them."""
 
-    def __init__(self, service: TextService, keys: ApiKeys | None = None) -> None:
+    def __init__(self, service: TextService, keys: ApiKeys | None = None, incarnation: str = "") -> None:
         self._service = service
         self._keys = keys
+        self._incarnation = incarnation
 
     def _owner(self, context: Context) -> str:
         return key_name(self._keys, context.invocation_metadata())
@@ -149,6 +154,11 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
         """All one of them."""
         return pb.ListModelsResponse(models=[wire.served_model_to_proto(self._service.served_model())])
 
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
+        """Of this process."""
+        stats = replace(self._service.stats(), process=process_stats(self._incarnation))
+        return wire.stats_to_proto(stats)
+
 
 class FrontendServer:
     """A frontend: the gRPC server and the text service behind it, started and stopped together."""
@@ -159,6 +169,7 @@ class FrontendServer:
         server: GrpcServer,
         *work: Coroutine[Any, Any, None],
         keys: ApiKeys | None = None,
+        incarnation: str = "",
     ) -> None:
         """`work`: what runs beside them, such as looking cores up; it may end, but not fail.
 
@@ -168,7 +179,9 @@ class FrontendServer:
         self.server = server
         self._work = work
         self._tasks: list[asyncio.Task[None]] = []
-        frontend_pb2_grpc.add_FrontendServiceServicer_to_server(FrontendServicer(service, keys), server.aio)
+        frontend_pb2_grpc.add_FrontendServiceServicer_to_server(
+            FrontendServicer(service, keys, incarnation), server.aio
+        )
 
     async def start(self) -> int:
         """Listens and begins to look for cores; returns the port."""
@@ -215,6 +228,7 @@ def core_connects(
 async def serve(settings: FrontendSettings, keys: ApiKeys | None = None) -> int:
     """Runs a frontend until SIGINT or SIGTERM, then drains. Returns the exit status."""
     incarnation = new_incarnation()
+    set_incarnation(incarnation)
     tracer = start_tracing("frontend", incarnation)
     try:
         return await _serve(settings, keys, incarnation, tracer)
@@ -241,9 +255,11 @@ async def _serve(settings: FrontendSettings, keys: ApiKeys | None, incarnation: 
     observers: list[RequestObserver] = [*metrics.observers]
     if tracer is not None:
         observers.append(TraceObserver(tracer, settings.host, lambda: server.port))
+    if settings.log_requests:
+        observers.append(AccessLog())
     service = TextService(max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready, observers=observers)
     follow_cores = follow(settings.core, lambda targets: service.cores.keep(core_connects(settings, metrics, targets)))
-    frontend = FrontendServer(service, server, follow_cores, keys=keys)
+    frontend = FrontendServer(service, server, follow_cores, keys=keys, incarnation=incarnation)
     port = await frontend.start()
     log.info("listening on %s:%d, core at %s", settings.host, port, ", ".join(settings.core))
     signal_task = asyncio.create_task(wait_for_signal())

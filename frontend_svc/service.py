@@ -24,6 +24,7 @@ from frontend_svc.output_processor import DEFAULT_MAX_TOKENS_BEHIND
 from frontend_svc.outputs import RequestOutput
 from frontend_svc.parallel_sampling import ParentRequest
 from frontend_svc.session import CoreSession
+from frontend_svc.stats import RequestCounters
 from frontend_svc.tickets import RETRY_AFTER_S, Ticket, Tickets
 from pagewire.engine import AbortOutcome, AbortReason, EngineRequest, ModelInfo
 from pagewire.errors import (
@@ -33,6 +34,7 @@ from pagewire.errors import (
     UnimplementedError,
     violation,
 )
+from pagewire.stats import FrontendStats
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -70,7 +72,8 @@ class TextService:
         on_ready: Callable[[bool], Awaitable[None]] | None = None,
         observers: Sequence[RequestObserver] = (),
     ) -> None:
-        self._observers = Observers(observers)
+        self._counters = RequestCounters()
+        self._observers = Observers((self._counters, *observers))
         self._on_ready = on_ready
         self._is_draining = False
         self._tickets = Tickets()
@@ -119,6 +122,10 @@ class TextService:
     def num_requests(self) -> int:
         """Callers' requests that live."""
         return len(self._tickets)
+
+    def stats(self) -> FrontendStats:
+        """Counts, and the cores."""
+        return replace(self._counters.stats(), cores=self.cores.connections(), is_draining=self._is_draining)
 
     # -- requests -------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class FrontendSettings(CommonSettings):
         low=1,
         metavar="TOKENS",
     )
+    log_requests: bool = setting(False, help="log a line for each request that ended; never its text")
 
     def __post_init__(self) -> None:
         if not self.core:

@@ -8,6 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from pagewire.runtime.lifetime import new_incarnation
+from pagewire.runtime.logs import set_incarnation
 from pagewire.runtime.ready import print_ready
 from pagewire.runtime.server import GrpcServer, wait_for_signal
 from pagewire.runtime.tracing import start_tracing, stop_tracing
@@ -29,6 +30,7 @@ CORE_MARGIN_S = 3.0
 async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
     """Serves until a signal; returns the exit status."""
     incarnation = new_incarnation()
+    set_incarnation(incarnation)
     tracer = start_tracing("worker", incarnation)
     try:
         return await _serve(settings, compute, incarnation, tracer)

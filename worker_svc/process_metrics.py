@@ -9,7 +9,7 @@ import torch
 
 from pagewire.runtime.metrics import ProcessMetrics
 from pagewire.runtime.rpc_metrics import RpcServerMetrics
-from worker_svc.memory import available_bytes, device_named
+from worker_svc.memory import available_bytes, device_named, resident_bytes
 from worker_svc.metrics import StepMetrics, add_worker_state
 from worker_svc.settings import WorkerSettings
 from worker_svc.worker import Worker
@@ -38,7 +38,7 @@ class WorkerMetrics:
             is_cuda = device.type == "cuda"
 
             def memory() -> tuple[int, int]:
-                used = int(torch.cuda.memory_reserved(device)) if is_cuda else worker.stats().resident_bytes
+                used = int(torch.cuda.memory_reserved(device)) if is_cuda else resident_bytes()
                 return available_bytes(device), used
 
             add_worker_state(instruments, worker, has_core, memory)

@@ -16,6 +16,7 @@ from pagewire.columns import EMPTY_INT32
 from pagewire.engine import LogprobColumns
 from pagewire.errors import InternalError, InvalidArgumentError, PagewireError, violation
 from pagewire.plan import GrammarMask, StepPlan, StepResult, Timings
+from pagewire.runtime.log_fields import fields
 from worker_svc.batch import Batch, Rows
 from worker_svc.block_moves import BlockMoves
 from worker_svc.compute import Deferred
@@ -122,7 +123,7 @@ class ModelRunner:
             self._undo(undo)
             raise
         except Exception as error:
-            logger.exception("step %d failed", plan.step)
+            logger.exception("step %d failed", plan.step, extra=fields(epoch=plan.epoch, step=plan.step))
             if is_lost(self.model.device):
                 undo()
                 raise DeviceLostError(error) from error

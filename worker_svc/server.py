@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -21,6 +22,7 @@ from pagewire.errors import (
     violation,
 )
 from pagewire.plan import StepResult
+from pagewire.runtime.process_stats import process_stats
 from pagewire.types_wire import model_info_to_proto, protocol_versions, tokenizer_chunks
 from pagewire.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc import wire
@@ -135,6 +137,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.WorkerServiceUtilityRequest, context: Context
     ) -> worker_pb2.WorkerServiceUtilityResponse:
         """One of the list."""
+        if request.WhichOneof("command") == "stats" and not request.core_incarnation:
+            return self._stats()
         core, worker, response = self._require(request.core_incarnation), self._worker, wire.Utility
         match request.WhichOneof("command"):
             case "sleep":
@@ -144,8 +148,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 await self._run(core, worker.wake_up)
                 return response(wake_up=response.WakeUp())
             case "stats":
-                # Read from here: it must answer while a step runs.
-                return wire.stats_to_proto(worker.stats())
+                return self._stats()
             case "profile":
                 path = await self._run(core, lambda: worker.profile(request.profile.start))
                 return response(profile=response.Profile(path=path))
@@ -153,6 +156,21 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 raise InvalidArgumentError([violation("command", "unset", "must be set")])
             case name:
                 raise UnimplementedError(f"command {name} is not served by this build")
+
+    def _stats(self) -> worker_pb2.WorkerServiceUtilityResponse:
+        """Read from here and not on the compute thread: it must answer while a step runs."""
+        worker, process = self._worker, process_stats(self._incarnation)
+        stats = replace(
+            worker.stats(),
+            resident_bytes=process.resident_bytes,
+            process=process,
+            core_incarnation=self._core,
+            is_stream_open=self._session is not None,
+            step_age_ms=self._step_age_ms(),
+            device=worker.device,
+            model="" if worker.model is None else worker.model.model,
+        )
+        return wire.stats_to_proto(stats)
 
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: Context
@@ -259,9 +277,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             session.submit(plan)
 
     def _heartbeat(self) -> worker_pb2.ExecuteResponse:
+        return wire.heartbeat_to_proto(self._step_age_ms(), self._worker.step, self._worker.progress)
+
+    def _step_age_ms(self) -> int:
         started_ns = self._worker.step_started_ns
-        age_ms = (time.monotonic_ns() - started_ns) // 1_000_000 if started_ns else 0
-        return wire.heartbeat_to_proto(age_ms, self._worker.step, self._worker.progress)
+        return (time.monotonic_ns() - started_ns) // 1_000_000 if started_ns else 0
 
     async def _run(self, core: str, function: Callable[[], T]) -> T:
         """Runs a call of a core on the compute thread, unless the core is fenced when its turn comes."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -20,27 +19,18 @@ from pagewire.errors import (
     violation,
 )
 from pagewire.plan import StepPlan, StepResult
+from pagewire.stats import WorkerStats
 from worker_svc.batch import Batch
 from worker_svc.compute import Deferred
 from worker_svc.device_failure import DeviceLostError
 from worker_svc.kv_pool import allocate_pool, cache_dtype, check_sizes
 from worker_svc.load_request import LoadRequest, OnProgress
-from worker_svc.memory import device_named, give_memory_back, resident_bytes
+from worker_svc.memory import device_named, give_memory_back
 from worker_svc.models.kv_scales import warn_without_scales
 from worker_svc.models.loader import LoadedModel
 from worker_svc.profile_run import cuda_kv_budget_bytes
 from worker_svc.profiler import Profiler
 from worker_svc.runner import AwaitGrammarMask, ModelRunner
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStats:
-    """Numbers about the worker."""
-
-    num_steps: int
-    num_slots_used: int
-    resident_bytes: int
-    sleep_level: int
 
 
 class Worker:
@@ -340,10 +330,10 @@ class Worker:
         return self._profiler.start() if start else self._profiler.stop()
 
     def stats(self) -> WorkerStats:
-        """Numbers about the worker."""
+        """What only the worker knows; its servicer fills in the rest."""
         runner = self._runner
         num_slots_used = 0 if runner is None else runner.batch.num_slots_used
-        return WorkerStats(self._num_steps, num_slots_used, resident_bytes(), self.sleep_level)
+        return WorkerStats(self._num_steps, num_slots_used, 0, self.sleep_level, epoch=self.epoch, step=self.step)
 
     def _require_device(self) -> None:
         if self._device_error:

@@ -26,7 +26,7 @@ def server_flag(parser: argparse.ArgumentParser) -> None:
     """Adds --server and what it takes to be let in there; `connection` reads that."""
     default = os.environ.get("PAGEWIRE_SERVER") or DEFAULT_SERVER
     help_text = f"address of a frontend (default: {DEFAULT_SERVER}; env PAGEWIRE_SERVER)"
-    parser.add_argument("--server", metavar="HOST:PORT", default=default, type=_address, help=help_text)
+    parser.add_argument("--server", metavar="HOST:PORT", default=default, type=address, help=help_text)
     for name, what in (
         ("api_key", "API key; better by its variable, for flags are shown to everybody on the machine"),
         ("tls_ca_file", "speak TLS, and check the server against this PEM file"),
@@ -48,7 +48,8 @@ def connection(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"api_key": arguments.api_key, "tls": TlsConfig(*files) if any(files) else None}
 
 
-def _address(text: str) -> str:
+def address(text: str) -> str:
+    """The value of a flag that takes an address."""
     # Without a port gRPC takes 443, and says so nowhere.
     if ":" not in text.strip(":"):
         raise argparse.ArgumentTypeError(f"must be an address such as {DEFAULT_SERVER}, and is {text!r}")

@@ -14,6 +14,7 @@ _WIRE = ("grpc", "google", "pagewire.v1", "pagewire.runtime.server", "pagewire.r
 _WIRE += ("pagewire.runtime.health", "pagewire.runtime.transport", "pagewire.sampling_wire", "pagewire.types_wire")
 _WIRE += ("pagewire.runtime.spans", "opentelemetry")
 _WIRE += ("pagewire.runtime.metrics", "pagewire.runtime.rpc_metrics")
+_WIRE += ("pagewire.stats_wire",)
 
 
 class DomainContract(Contract):  # type: ignore[misc]
