@@ -8,8 +8,9 @@ import grpc.aio
 import torch
 
 from pagewire.runtime.metrics import ProcessMetrics
+from pagewire.runtime.process_stats import resident_bytes
 from pagewire.runtime.rpc_metrics import RpcServerMetrics
-from worker_svc.memory import available_bytes, device_named, resident_bytes
+from worker_svc.memory import available_bytes, device_named
 from worker_svc.metrics import StepMetrics, add_worker_state
 from worker_svc.settings import WorkerSettings
 from worker_svc.worker import Worker

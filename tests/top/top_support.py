@@ -116,10 +116,9 @@ class SmallDeployment:
         self.core_target = await self.core.start()
         await self.core.server.set_ready(True)
         self._server = GrpcServer([SERVICE_NAME])
-        self.service = TextService(self._connect, on_ready=self._server.set_ready)
-        self.frontend = FrontendServer(
-            self.service, self._server, incarnation=new_incarnation(), core_target=self.core_target
-        )
+        self.service = TextService(on_ready=self._server.set_ready)
+        self.service.cores.keep({self.core_target: self._connect})
+        self.frontend = FrontendServer(self.service, self._server, incarnation=new_incarnation())
         self.frontend_target = f"127.0.0.1:{await self.frontend.start()}"
         await asyncio.wait_for(self.service.wait_ready(), 10)
 
