@@ -167,6 +167,15 @@ def _workloads(doc: Doc) -> Iterator[Workload]:
             yield make(doc, name, "")
 
 
+def flag(workload: Workload, name: str) -> str | None:
+    """The value of a flag of the service's container; None without."""
+    for argument in workload.container["args"]:
+        found, _, value = argument.partition("=")
+        if found == name:
+            return str(value)
+    return None
+
+
 def by_component(docs: list[Doc]) -> dict[str, Workload]:
     found = {workload.component: workload for workload in workloads(docs)}
     assert set(found) == set(TIERS)

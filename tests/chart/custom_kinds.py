@@ -1,4 +1,4 @@
-"""Kinds that are not Kubernetes' own, as far as the chart uses them: their fields, from the definitions of their projects."""
+"""Kinds that are not Kubernetes' own, as far as the chart uses them: their fields, as their projects define them."""
 
 from __future__ import annotations
 

@@ -140,7 +140,9 @@ def test_changed_settings_roll_their_pods_only():
 
 def test_changed_certificates_roll_their_pods():
     def checksum(*sets):
-        annotations = by_component(render(*SCENARIOS["cert-manager"], sets=sets))["frontend"].pod["metadata"]["annotations"]
+        annotations = by_component(render(*SCENARIOS["cert-manager"], sets=sets))["frontend"].pod["metadata"][
+            "annotations"
+        ]
         return annotations["checksum/certificate"]
 
     assert checksum() != checksum("tls.certManager.extraDnsNames={other.example.com}")
@@ -162,7 +164,11 @@ def test_kinds_that_the_cluster_does_not_know_are_left_out():
     """
     wanted = (
         *("metrics.serviceMonitor.enabled=true", "metrics.alerts.enabled=true", "frontend.autoscaling.enabled=true"),
-        *("groups.autoscaling.enabled=true", "frontend.grpcRoute.enabled=true", "frontend.grpcRoute.parentRefs[0].name=g"),
+        *(
+            "groups.autoscaling.enabled=true",
+            "frontend.grpcRoute.enabled=true",
+            "frontend.grpcRoute.parentRefs[0].name=g",
+        ),
     )
     docs = render(sets=wanted, apis=())
     assert of_kind(docs, *MONITORS, "ScaledObject", "GRPCRoute") == []
@@ -213,14 +219,23 @@ REFUSED = {
     "wrong type": ("frontend.service.port=abc", "'/frontend/service/port': got string, want integer"),
     "not of the list": ("logFormat=xml", "'/logFormat': value must be one of 'json', 'text'"),
     "a tag that moves": ("worker.image.tag=latest", "'/worker/image/tag': 'not' failed"),
-    "a setting's bound": ("core.settings.block_size=4096", "'/core/settings/block_size': maximum: got 4,096, want 1,024"),
-    "a setting's choice": ("core.settings.policy=lifo", "'/core/settings/policy': value must be one of 'fcfs', 'priority'"),
+    "a setting's bound": (
+        "core.settings.block_size=4096",
+        "'/core/settings/block_size': maximum: got 4,096, want 1,024",
+    ),
+    "a setting's choice": (
+        "core.settings.policy=lifo",
+        "'/core/settings/policy': value must be one of 'fcfs', 'priority'",
+    ),
     "a setting that is none": ("core.settings.max_seqs=1", "additional properties 'max_seqs' not allowed"),
     "a setting that the chart sets": ("core.settings.port=1", "additional properties 'port' not allowed"),
     "a token in values": ("hf.token=hf_x", "additional properties 'token' not allowed"),
     "a long name": ("fullnameOverride=" + 40 * "x", "'/fullnameOverride': maxLength: got 40, want 36"),
     "a short margin": ("terminationMarginSeconds=5", "'/terminationMarginSeconds': minimum: got 5, want 10"),
-    "one claim for several": ("groups.replicas=2,model.cache.create=true", "need model.cache.accessModes=[ReadWriteMany]"),
+    "one claim for several": (
+        "groups.replicas=2,model.cache.create=true",
+        "need model.cache.accessModes=[ReadWriteMany]",
+    ),
     "TLS of nothing": ("tls.enabled=true", "tls.enabled needs tls.existingSecret, tls.secrets."),
     "no issuer": ("tls.enabled=true,tls.certManager.enabled=true", "needs tls.certManager.issuerRef.name"),
     "read-only emptiness": ("model.cache.readOnly=true", "needs model.cache.existingClaim"),
