@@ -236,6 +236,7 @@ def _otel() -> Schema:
                 "minimum": 0,
                 "maximum": 1,
             },
+            "metrics": BOOLEAN,
             "resourceAttributes": SCALAR_MAP,
             "headersSecret": strict({"name": NAME, "key": STRING}),
         }

@@ -102,6 +102,15 @@ def test_time_to_load_comes_from_values():
 
 
 @every_scenario
+def test_a_rollout_has_not_failed_while_a_model_loads(name):
+    """Frontends wait for a core: Kubernetes' ten minutes would call every rollout with a large model a failure."""
+    docs = scenario(name)
+    (deployment,) = of_kind(docs, "Deployment")
+    load_s = int(flag(by_component(docs)["core"], "--startup-timeout-s"))
+    assert deployment["spec"]["progressDeadlineSeconds"] > load_s + 60
+
+
+@every_scenario
 def test_grace_covers_the_drain(name):
     """SIGKILL comes after lame duck, drain and what a process needs to end; a worker outlasts its core."""
     found = by_component(scenario(name))

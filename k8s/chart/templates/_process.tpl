@@ -94,6 +94,9 @@
 - {name: OTEL_TRACES_SAMPLER, value: {{ $otel.sampler | quote }}}
 - {name: OTEL_TRACES_SAMPLER_ARG, value: {{ $otel.samplerArg | toString | quote }}}
 - {name: OTEL_RESOURCE_ATTRIBUTES, value: {{ join "," $attributes | quote }}}
+{{- if $otel.metrics }}
+- {name: OTEL_METRICS_EXPORTER, value: otlp}
+{{- end }}
 {{- with $otel.headersSecret.name }}
 - name: OTEL_EXPORTER_OTLP_HEADERS
   valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $otel.headersSecret.key }}}}
