@@ -17,8 +17,9 @@
 {{- if $values.tls.enabled }}
 - --tls-cert-file=/etc/pagewire/tls/tls.crt
 - --tls-key-file=/etc/pagewire/tls/tls.key
-{{- if $values.tls.mutual }}
 - --tls-ca-file=/etc/pagewire/tls/ca.crt
+{{- if not (ternary $values.tls.clientCertificates $values.tls.mutual (eq .component "frontend")) }}
+- --no-tls-client-auth
 {{- end }}
 {{- end }}
 {{- if eq .component "frontend" }}
