@@ -19,7 +19,7 @@ import statistics
 import time
 
 import numpy as np
-from frontend_load import TEXT, load_tokenizer_files, measure_bare, measure_processes
+from frontend_load import TEXT, load_tokenizer_files, measure_bare, measure_processes, measure_variants
 
 from frontend_svc.output_processor import OutputProcessor
 from frontend_svc.outputs import OutputKind
@@ -77,15 +77,12 @@ def measure(tokenizer: Tokenizer, steps: list[StepOutputs], params: SamplingPara
 
 
 def compare_metrics(model: str, num_tokens: int, runs: int) -> None:
-    """Prints the frontend's CPU time per token without and with metrics; a pair of processes for each run."""
-    flags = {"without": (), "with": ("--metrics-port=0", "--metrics-host=127.0.0.1")}
+    """Prints CPU time per token of two frontends at one core, without and with metrics, in turns."""
+    flags = ((), ("--metrics-port=0", "--metrics-host=127.0.0.1"))
     for num_streams, step_s in PACES.items():
-        found: dict[str, list[float]] = {name: [] for name in flags}
-        for _ in range(runs):
-            for name, more in flags.items():
-                (load,) = measure_processes(model, num_streams, num_tokens, step_s, 1, more)
-                found[name].append(load.frontend_us)
-        for name, values in found.items():
+        found = measure_variants(model, num_streams, num_tokens, step_s, runs, flags)
+        for name, loads in zip(("without", "with"), found, strict=True):
+            values = [load.frontend_us for load in loads]
             spread = f"({min(values):.2f} to {max(values):.2f})"
             print(f"  {num_streams} streams, {name} metrics: {statistics.median(values):.2f} us {spread}", flush=True)
 

@@ -89,7 +89,8 @@ class MetricsHttpServer(ThreadingHTTPServer):
 
     def close(self) -> None:
         """Stops listening; what is being answered may end."""
-        self.shutdown()
+        if self._thread.is_alive():
+            self.shutdown()
         self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:

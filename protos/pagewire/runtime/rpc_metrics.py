@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ import grpc.aio
 
 from pagewire.errors import PagewireError
 from pagewire.runtime.instruments import RPC_SECONDS, Counter, Histogram, Instruments
+from pagewire.runtime.status import from_rpc_error
 
 SYSTEM = "grpc"
 _CALL_LABELS = ("rpc_system_name", "rpc_method", "rpc_response_status_code")
@@ -115,8 +117,9 @@ class RpcServerMetrics(grpc.aio.ServerInterceptor):
         async def generate(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             started = time.monotonic()
             try:
-                async for response in behavior(request, context):
-                    yield response
+                async with aclosing(behavior(request, context)) as responses:  # type: ignore[type-var]
+                    async for response in responses:
+                        yield response
             except BaseException as error:
                 calls.note(started, self._code(error, method))
                 raise
@@ -128,8 +131,9 @@ class RpcServerMetrics(grpc.aio.ServerInterceptor):
         """The code that the caller gets."""
         if isinstance(error, asyncio.CancelledError | GeneratorExit):
             return "CANCELLED"
-        code = error.code if isinstance(error, PagewireError) else "INTERNAL"
-        reason = error.reason if isinstance(error, PagewireError) else "INTERNAL"
+        if isinstance(error, grpc.RpcError):
+            error = from_rpc_error(error)
+        code, reason = (error.code, error.reason) if isinstance(error, PagewireError) else ("INTERNAL", "INTERNAL")
         self._errors.add(1, (method, code, reason))
         return code
 
