@@ -30,13 +30,6 @@ from tests.chart.chart_support import (
 from worker_svc.settings import WorkerSettings
 
 SERVICES = {"frontend": FrontendSettings, "core": CoreSettings, "worker": WorkerSettings}
-PENDING = {
-    *("--health-host", "--health-port", "--metrics-host", "--metrics-port", "--log-format", "--lame-duck-s"),
-    *("--api-keys-file", "--tls-ca-file", "--tls-cert-file", "--tls-key-file", "PAGEWIRE_API_KEY"),
-    "--no-tls-client-auth",
-}
-"""Flags and variables that are being made elsewhere: those that a program does not know yet are left out of what it is
-given here."""
 # Variables that are no settings, and where the program reads them.
 OWN_VARIABLES = {
     "PAGEWIRE_CACHE": "worker_svc/fetch.py",
@@ -86,10 +79,6 @@ def expand(text, variables):
     return re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), text)
 
 
-def without_pending(arguments, known):
-    return [a for a in arguments if (flag := a.partition("=")[0]) not in PENDING or flag in known]
-
-
 def flags_of(cls):
     names = {name.replace("_", "-") for name in cls.__dataclass_fields__}
     return {f"--{name}" for name in names} | {f"--no-{name}" for name in names}
@@ -98,8 +87,7 @@ def flags_of(cls):
 def settings_of(workload, docs, extra_environment=()):
     cls = SERVICES[workload.component]
     variables = environment(workload, docs) | dict(extra_environment)
-    arguments = without_pending(workload.container["args"], flags_of(cls))
-    arguments = [expand(argument, variables) for argument in arguments]
+    arguments = [expand(argument, variables) for argument in workload.container["args"]]
     return parse_settings(cls, workload.component, arguments, environ=variables)
 
 
@@ -200,8 +188,7 @@ def test_the_helm_test_asks_a_frontend(name):
     container = pod["spec"]["containers"][0]
     assert container["command"] == ["pagewire", "generate"]
     parser = generate._parser()
-    known = {flag for action in parser._actions for flag in action.option_strings}
-    arguments = parser.parse_args(without_pending(container["args"], known))
+    arguments = parser.parse_args(container["args"])
     host, _, port = arguments.server.partition(":")
     services = {f"{d['metadata']['name']}.inference.svc.cluster.local": d for d in of_kind(docs, "Service")}
     assert int(port) in [p["port"] for p in services[host]["spec"]["ports"]]
@@ -256,9 +243,8 @@ def test_reading_values_with_comments():
 def test_every_setting_has_a_place():
     """A setting is either a value of the chart or can be given by name; the chart owns no name that does not exist."""
     owned = tool("schema_parts").CHART_OWNED
-    pending = {re.sub("^--(no-)?", "", flag).replace("-", "_") for flag in PENDING}
     for tier in TIERS:
-        assert owned[tier] - set(SERVICES[tier].__dataclass_fields__) - pending == set()
+        assert owned[tier] - set(SERVICES[tier].__dataclass_fields__) == set()
         given = " ".join(by_component(scenario("everything"))[tier].container["args"])
         unset = {name for name in owned[tier] if f"--{name.replace('_', '-')}=" not in given}
         # Model flags are there where they have a value.
