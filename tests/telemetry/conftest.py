@@ -19,7 +19,7 @@ from traced_processes import Collector, TracedDeployment, write_model
 
 from tests.telemetry.metrics_support import Measured
 
-BLOCKS, BLOCK_SIZE = 24, 16
+BLOCKS, BLOCK_SIZE = 22, 16
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +61,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traces]:
 
 @pytest.fixture(scope="session")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measured]:
-    """Three processes; the pool is one that two requests of 16 blocks each can't share."""
+    """Three processes; the pool is one that two requests of 12 blocks each can't share."""
     flags = (f"--num-kv-blocks={BLOCKS}", f"--block-size={BLOCK_SIZE}", "--max-num-seqs=8")
     with Measured(tmp_path_factory.mktemp("metrics"), flags) as running:
         yield running

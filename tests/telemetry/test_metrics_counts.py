@@ -49,8 +49,8 @@ def script(at: Measured) -> tuple[int, int]:
         [at.generate(PROMPT, max_tokens=8)],
         [at.generate(range(140, 150), max_tokens=4, n=3, temperature=1.0, seed=5)],
         [at.chat("w3 w4", max_tokens=3, ignore_eos=True, temperature=0)],
-        # 24 blocks for two that have 11 each and need 14: the later one is preempted once, and ends after the other.
-        [at.generate(range(150, 326), max_tokens=40), at.generate(range(200, 376), max_tokens=40)],
+        # 22 blocks for two that have 11 each: the first one's twelfth preempts the later one, which has to wait then.
+        [at.generate(range(150, 311), max_tokens=40), at.generate(range(200, 361), max_tokens=40)],
     ):
         usages += [finish(call)[-1].usage for call in calls]
     # Ends by a stop string, which the frontend finds: for the core an abort.
