@@ -53,7 +53,7 @@ def run(work: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
     return asyncio.run(bounded())
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     """Waits until the condition holds; fails if it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

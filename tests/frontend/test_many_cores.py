@@ -58,7 +58,7 @@ class Many:
         self.service.cores.keep(core_connects(SETTINGS, {address: Target(address) for address in addresses}))
 
     async def connected(self, num_cores: int) -> None:
-        await eventually(lambda: len(self.service.cores.sessions) == num_cores, 10)
+        await eventually(lambda: len(self.service.cores.sessions) == num_cores, 30)
 
     @property
     def num_requests(self) -> dict[str, int]:
@@ -348,14 +348,14 @@ def test_a_core_of_another_model_is_not_used(
                 await collect(f.stub.Generate(generate_request(f"Number {i}")))
             assert f.cores["other"].engine.num_steps == 0
             await f.cores[first].stop()
-            await eventually(lambda: list(f.num_requests) == [other], 10)
+            await eventually(lambda: list(f.num_requests) == [other], 30)
             assert f.service.served_model().info.model == "other"
             await collect(f.stub.Generate(generate_request()))
             back = GrpcCore(smollm2_files, slow())
             f.cores[first] = back
             caplog.clear()
             await back.start(int(first.rpartition(":")[2]))
-            await eventually(lambda: f"core {first} is not used" in caplog.text, 10)
+            await eventually(lambda: f"core {first} is not used" in caplog.text, 30)
 
     run(scenario())
 
