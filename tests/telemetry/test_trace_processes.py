@@ -207,25 +207,31 @@ def test_a_refused_request_is_traced(calls: dict[str, dict[str, Any]], receiver:
     assert server.attributes["pagewire.refused_fields"] == ["sampling_params.temperature"]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "--no-chat", "hello", "--max-tokens", "3"],
+        ["bench", "--num-prompts", "1", "--prompt-len", "8", "--max-tokens", "3"],
+    ],
+)
 def test_the_command_line_is_a_part_of_the_trace(
-    traced_deployment: TracedDeployment, collector: Collector, receiver: OtlpReceiver
+    traced_deployment: TracedDeployment, collector: Collector, receiver: OtlpReceiver, command: list[str]
 ) -> None:
-    command = [sys.executable, "-m", "pagewire.cli", "generate", "--no-chat", "hello", "--max-tokens", "3"]
+    terminal = f"a terminal with {command[0]}"
     done = subprocess.run(
-        [*command, "--server", traced_deployment.target],
-        env=traced(collector.endpoint, OTEL_SERVICE_NAME="a terminal"),
+        [sys.executable, "-m", "pagewire.cli", *command, "--server", traced_deployment.target],
+        env=traced(collector.endpoint, OTEL_SERVICE_NAME=terminal),
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    client = receiver.spans.wait(
-        lambda all_: [s for s in all_ if s.service == "a terminal" and s.name == f"{SERVICE}/Generate"]
-    )[0]
-    assert (client.kind, client.parent_id) == ("client", "")
+    (client,) = receiver.spans.wait(lambda all_: [s for s in all_ if s.service == terminal])
+    assert (client.name, client.kind, client.parent_id) == (f"{SERVICE}/Generate", "client", "")
+    assert client.attributes["rpc.response.status_code"] == "OK" and not client.is_error
     (request,) = receiver.spans.wait(lambda _: of_core(receiver.spans, client.trace_id))
-    (server,) = receiver.spans.children(client)
+    (server,) = receiver.spans.wait(lambda _: receiver.spans.children(client))
     assert server.kind == "server" and request.trace_id == client.trace_id
 
 
