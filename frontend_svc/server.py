@@ -207,7 +207,7 @@ class FrontendServer:
 
 
 def core_connects(
-    settings: FrontendSettings, metrics: FrontendMetrics, targets: Mapping[str, Target]
+    settings: FrontendSettings, targets: Mapping[str, Target], metrics: FrontendMetrics | None = None
 ) -> dict[str, Connect]:
     """How to connect to each core. A new incarnation every time: what an old one left there ends with its lease."""
 
@@ -218,8 +218,8 @@ def core_connects(
             settings.tls,
             max_message_bytes=settings.max_message_bytes,
             server_name=target.server_name,
-            links=metrics.links,
-            metrics=metrics.client,
+            links=metrics.links if metrics is not None else None,
+            metrics=metrics.client if metrics is not None else None,
         )
 
     return {name: partial(connect, target) for name, target in targets.items()}
@@ -258,7 +258,7 @@ async def _serve(settings: FrontendSettings, keys: ApiKeys | None, incarnation: 
     if settings.log_requests:
         observers.append(AccessLog())
     service = TextService(max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready, observers=observers)
-    follow_cores = follow(settings.core, lambda targets: service.cores.keep(core_connects(settings, metrics, targets)))
+    follow_cores = follow(settings.core, lambda targets: service.cores.keep(core_connects(settings, targets, metrics)))
     frontend = FrontendServer(service, server, follow_cores, keys=keys, incarnation=incarnation)
     port = await frontend.start()
     log.info("listening on %s:%d, core at %s", settings.host, port, ", ".join(settings.core))

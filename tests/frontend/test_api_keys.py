@@ -85,7 +85,7 @@ def test_every_call_needs_a_key(smollm2_files: Files, tmp_path: Path, caplog: py
     async def scenario() -> None:
         async with guarded(smollm2_files, tmp_path) as f:
             methods = pb.DESCRIPTOR.services_by_name["FrontendService"].methods
-            assert len(methods) == 8
+            assert len(methods) == 9
             for method in methods:
                 make = f.channel.unary_stream if method.server_streaming else f.channel.unary_unary
                 call = make(f"/{SERVICE_NAME}/{method.name}")
