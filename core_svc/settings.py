@@ -72,6 +72,12 @@ class CoreSettings(CommonSettings):
         parse=parse_bytes,
     )
 
+    def __post_init__(self) -> None:
+        host, _, port = self.worker.rpartition(":")
+        # Without a port gRPC takes 443, and tries for ever.
+        if not (host.strip(":") and port.isdigit() and 0 < int(port) < 65536):
+            raise ValueError(f"--worker is {self.worker!r}: must be HOST:PORT")
+
     def engine_config(self) -> EngineConfig:
         """How the engine schedules."""
         names = {field.name for field in fields(EngineConfig)}

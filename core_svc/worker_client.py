@@ -96,6 +96,7 @@ class GrpcExecutor:
         self._is_established = False
         self.load_timeout_s = command_timeout_s
         """How long load_model may take."""
+        self._stage_logged = ""
         self.progress = Progress()
 
     def handshake(self, timeout_s: float = 5.0) -> WorkerInfo:
@@ -139,17 +140,18 @@ class GrpcExecutor:
 
     def load_model(self, spec: ModelSpec) -> ModelInfo:
         """Loads the model and logs the progress. DeadlineExceededError says which stage did not end in time."""
-        stage, fraction, last_log_s = "not begun", 0.0, 0.0
+        stage, fraction, last_log_s = "not begun", 0.0, time.monotonic()
         request = load_model_to_proto(spec, self._core_incarnation)
         try:
             with _errors_of_the_worker():
                 for response in self._connected().LoadModel(request, timeout=self.load_timeout_s):
                     if response.HasField("model"):
+                        self._stage_logged = ""
                         return model_info_from_proto(response.model)
-                    is_new_stage = response.stage != stage
                     stage, fraction = response.stage, response.fraction
-                    if is_new_stage or time.monotonic() - last_log_s > PROGRESS_LOG_INTERVAL_S:
-                        last_log_s = time.monotonic()
+                    # A load that is tried again and again logs the stage at which it fails once.
+                    if stage != self._stage_logged or time.monotonic() - last_log_s > PROGRESS_LOG_INTERVAL_S:
+                        self._stage_logged, last_log_s = stage, time.monotonic()
                         logger.info("the worker loads: %s (%d %%)", stage, round(100 * fraction))
         except DeadlineExceededError as error:
             raise DeadlineExceededError(

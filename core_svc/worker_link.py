@@ -40,6 +40,7 @@ class WorkerLink:
         self._model = model
         self._cache = cache
         self._stop = threading.Event()
+        self._incarnation_logged = ""
 
     def connect(self, *, after_epoch: int = 0, timeout_s: float | None = None) -> Connection:
         """A connection under an epoch above `after_epoch`, tried again with backoff while the worker is not there.
@@ -72,7 +73,9 @@ class WorkerLink:
     def _try(self, after_epoch: int, deadline_s: float | None) -> Connection:
         left_s = float("inf") if deadline_s is None else max(deadline_s - time.monotonic(), 0.1)
         worker = self._executor.handshake(timeout_s=min(5.0, left_s))
-        logger.info("worker %s: incarnation %s on %s", self._target, worker.worker_incarnation, worker.device)
+        if worker.worker_incarnation != self._incarnation_logged:
+            self._incarnation_logged = worker.worker_incarnation
+            logger.info("worker %s: incarnation %s on %s", self._target, worker.worker_incarnation, worker.device)
         if deadline_s is not None:
             self._executor.load_timeout_s = max(deadline_s - time.monotonic(), 0.1)
         model = self._executor.load_model(self._model)

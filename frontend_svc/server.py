@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -167,7 +167,7 @@ class FrontendServer:
         self,
         service: TextService,
         server: GrpcServer,
-        *work: Coroutine[Any, Any, None],
+        *work: Callable[[], Coroutine[Any, Any, None]],
         keys: ApiKeys | None = None,
         incarnation: str = "",
     ) -> None:
@@ -186,7 +186,7 @@ class FrontendServer:
     async def start(self) -> int:
         """Listens and begins to look for cores; returns the port."""
         port = await self.server.start()
-        self._tasks = [asyncio.ensure_future(work) for work in (self.service.run(), *self._work)]
+        self._tasks = [asyncio.ensure_future(work) for work in (self.service.run(), *(begin() for begin in self._work))]
         return port
 
     async def wait_stopped(self) -> None:
@@ -258,7 +258,10 @@ async def _serve(settings: FrontendSettings, keys: ApiKeys | None, incarnation: 
     if settings.log_requests:
         observers.append(AccessLog())
     service = TextService(max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready, observers=observers)
-    follow_cores = follow(settings.core, lambda targets: service.cores.keep(core_connects(settings, targets, metrics)))
+
+    def follow_cores() -> Coroutine[Any, Any, None]:
+        return follow(settings.core, lambda targets: service.cores.keep(core_connects(settings, targets, metrics)))
+
     frontend = FrontendServer(service, server, follow_cores, keys=keys, incarnation=incarnation)
     port = await frontend.start()
     log.info("listening on %s:%d, core at %s", settings.host, port, ", ".join(settings.core))

@@ -198,7 +198,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     arguments = parser.parse_args(argv)
     try:
-        print(resolve_model(arguments.model, show_progress=not arguments.quiet))
+        model = resolve_model(arguments.model, show_progress=not arguments.quiet)
+        if isinstance(model, str) and not arguments.quiet:
+            print(
+                f"{model} is no alias ({', '.join(ALIASES)}) and no file or directory here, so it is taken for a hub id, "
+                "which is fetched when it is loaded",
+                file=sys.stderr,
+            )
+        print(model)
     except PagewireError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 1

@@ -17,6 +17,7 @@ import grpc
 import psutil
 import pytest
 
+from pagewire.errors import UnavailableError
 from pagewire.runtime.ready import Ready, parse_ready
 from pagewire.runtime.transport import secure_or_insecure_channel
 from pagewire.v1 import core_pb2, types_pb2
@@ -181,6 +182,25 @@ def test_a_failed_start_up_says_why_on_one_line() -> None:
         assert "127.0.0.1:1" in last and "--startup-timeout-s" in last and "refused" in last
     finally:
         command.end()
+
+
+def test_a_load_that_fails_again_and_again_says_why_once() -> None:
+    error = UnavailableError("the hub can't be reached", reason="MODEL_FETCH_FAILED")
+
+    async def run() -> None:
+        worker = ScriptedWorker(Script(load_error=error))
+        command = CoreCommand("--worker", await worker.start(), "--startup-timeout-s", "4")
+        try:
+            assert await asyncio.to_thread(command.wait) == 1
+            assert worker.servicer.num_loads > 2
+            for said in ("the hub can't be reached; trying again", "incarnation", "the worker loads"):
+                assert sum(said in line for line in command.errors) == 1, command.errors
+            assert "the hub can't be reached" in command.errors[-1]
+        finally:
+            await asyncio.to_thread(command.end)
+            await worker.stop()
+
+    asyncio.run(run())
 
 
 def test_sigterm_while_waiting_for_the_worker_ends_at_once() -> None:

@@ -35,6 +35,14 @@ def test_model_and_pool() -> None:
     assert (spec.num_blocks, spec.memory_bytes) == (101, 2**30), "the null block comes on top"
 
 
+@pytest.mark.parametrize("address", ["localhost", "", ":50053", "worker:", "worker:0", "worker:65536"])
+def test_the_worker_has_an_address_with_a_port(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_settings(CoreSettings, "core", ["--worker", address], environ={})
+    assert caught.value.code == 2
+    assert f"--worker is {address!r}: must be HOST:PORT" in capsys.readouterr().err
+
+
 def test_a_bad_value_names_flag_and_limit(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_settings(CoreSettings, "core", ["--block-size", "0"], environ={})

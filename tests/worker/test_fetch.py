@@ -250,3 +250,7 @@ def test_command_line_without_torch(toy, tmp_path):
         [sys.executable, "-c", code, "./nope"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert bad.returncode == 1 and bad.stdout == "" and bad.stderr.startswith("error: model './nope'")
+    hub = subprocess.run(
+        [sys.executable, "-c", code, "smolm2"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (hub.returncode, hub.stdout) == (0, "smolm2\n") and "taken for a hub id" in hub.stderr
