@@ -36,6 +36,7 @@ async def serve(settings: CoreSettings) -> int:
         await core.stop(0.0)
         return 1
     logger.info("signal received: draining for up to %g s", settings.drain_s)
+    await _first(asyncio.ensure_future(core.lame_duck()), core.failed)
     await core.stop(settings.drain_s)
     connected.cancel()
     # What a start-up that was cut short failed with is no news.

@@ -42,13 +42,7 @@ class CoreProcess:
         self.incarnation = new_incarnation()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """Gets the error that no reconnect can mend."""
-        self._server = GrpcServer(
-            [SERVICE_NAME],
-            host=settings.host,
-            port=settings.port,
-            tls=settings.tls,
-            max_message_bytes=settings.max_message_bytes,
-        )
+        self._server = GrpcServer.for_settings(SERVICE_NAME, settings)
         self._hub = OutputHub(lease_s=settings.lease_ms / 1000, max_buffer_bytes=settings.output_buffer_bytes)
         self._kv_log = KvEventLog(notify=self._hub.wake_soon)
         self._servicer = EngineCoreServicer(self.incarnation, self._hub, self._kv_log)
@@ -103,6 +97,10 @@ class CoreProcess:
         self._engine_thread.start()
         self._spawn(self._pulse())
         self._become_available()
+
+    async def lame_duck(self) -> None:
+        """Not ready, but still taking requests: frontends and their balancers get time to hear of it."""
+        await self._server.lame_duck(self._settings.lame_duck_s)
 
     async def stop(self, drain_s: float) -> None:
         """Refuses new requests, lets running ones end for `drain_s`, aborts the rest, delivers, and lets go."""

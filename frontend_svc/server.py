@@ -160,13 +160,7 @@ class FrontendServer:
 async def serve(settings: FrontendSettings) -> int:
     """Runs a frontend until SIGINT or SIGTERM, then drains. Returns the exit status."""
     incarnation = new_incarnation()
-    server = GrpcServer(
-        [SERVICE_NAME],
-        host=settings.host,
-        port=settings.port,
-        tls=settings.tls,
-        max_message_bytes=settings.max_message_bytes,
-    )
+    server = GrpcServer.for_settings(SERVICE_NAME, settings)
 
     async def connect() -> EngineCoreClient:
         # A new incarnation for every connection: what an old one left at the core ends with its lease.
@@ -196,5 +190,6 @@ async def serve(settings: FrontendSettings) -> int:
         return 1
     log.info("%s: draining for up to %g s", signal_task.result().name, settings.drain_s)
     failure_task.cancel()
+    await server.lame_duck(settings.lame_duck_s)
     await frontend.stop(settings.drain_s)
     return 0

@@ -70,6 +70,8 @@ class ExecuteSession:
         self.epoch = epoch
         self.outgoing: asyncio.Queue[Outgoing] = asyncio.Queue()
         self.num_pending = 0
+        self.idle_since_s = time.monotonic()
+        """When the last plan ended; monotonic."""
         self._worker = worker
         self._compute = compute
         self._loop = asyncio.get_running_loop()
@@ -110,6 +112,11 @@ class ExecuteSession:
         elif not future.done():
             future.set_result(mask)
 
+    @property
+    def is_ended(self) -> bool:
+        """The stream is over, or about to be."""
+        return self._is_ended
+
     def end(self, error: PagewireError | None) -> None:
         """Ends the session: plans that have not started will not, and `outgoing` ends with the error. Idempotent."""
         if self._is_ended:
@@ -144,6 +151,7 @@ class ExecuteSession:
         self.num_pending -= 1
         self._masks.pop(key, None)
         if not self.num_pending:
+            self.idle_since_s = time.monotonic()
             self._idle.set()
         error = future.exception()
         if self._is_ended:

@@ -1,4 +1,4 @@
-"""The life of a worker process: listen, load the default model if it is asked to, serve, let the running step end."""
+"""The life of a worker process: listen, load a model if asked to, serve, let the core that holds it finish."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from worker_svc.settings import WorkerSettings
 from worker_svc.worker import Worker
 
 logger = logging.getLogger("worker_svc")
+CORE_MARGIN_S = 3.0
+"""A core that got its signal at the same moment drains for as long, and then needs a step more to end the rest."""
 
 
 async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
@@ -31,13 +33,7 @@ async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         cuda_graphs=settings.cuda_graphs,
     )
-    server = GrpcServer(
-        [SERVICE_NAME],
-        host=settings.host,
-        port=settings.port,
-        tls=settings.tls,
-        max_message_bytes=settings.max_message_bytes,
-    )
+    server = GrpcServer.for_settings(SERVICE_NAME, settings)
     servicer = WorkerServicer(worker, compute, incarnation)
     add_servicer(servicer, server.aio)
     port = await server.start()
@@ -52,9 +48,9 @@ async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
         await server.set_ready(True)
         print_ready("worker", settings.host, port, incarnation)
         await signalled
-    logger.info("signal received: the step that runs gets up to %g s", settings.drain_s)
-    await server.set_ready(False)
-    await servicer.shut_down(settings.drain_s)
+    logger.info("signal received: a core that has work here gets up to %g s for it", settings.drain_s)
+    await server.lame_duck(settings.lame_duck_s)
+    await servicer.shut_down(settings.drain_s + CORE_MARGIN_S)
     await server.drain(1.0)
     return 0
 

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "pagewire.v1.WorkerService"
 HEARTBEAT_INTERVAL_S = 1.0
+IDLE_END_S = 2.0
+"""A worker that shuts down waits so long for another plan: with work to do, a core sends one after the other."""
+DRAIN_POLL_S = 0.05
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
@@ -46,12 +49,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._incarnation = incarnation
         self._core = ""
         self._session: ExecuteSession | None = None
+        self._is_ending = False
 
     async def Handshake(
         self, request: worker_pb2.WorkerServiceHandshakeRequest, context: Context
     ) -> worker_pb2.WorkerServiceHandshakeResponse:
         """Makes this core the one that is served."""
         core = wire.incarnation_from_proto(request.core_incarnation)
+        if self._is_ending:
+            raise _shutting_down()
         spoken, own = request.protocol_versions, protocol_versions()
         if spoken.max < own.min or own.max < spoken.min:
             raise FailedPreconditionError(
@@ -168,15 +174,24 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if self._session is session:
                 self._session = None
 
-    async def shut_down(self, grace_s: float) -> None:
-        """Lets the plans that are pending end, then the stream, so that the core learns why."""
-        session = self._session
+    async def shut_down(self, grace_s: float, idle_s: float = IDLE_END_S) -> None:
+        """Serves the core that holds the worker until it lets go, sends no plan for `idle_s`, or `grace_s` are over.
+
+        A core that drains at the same time needs its worker for that. No core can take the worker from now on. At the
+        end the stream ends, so that a core which still holds it learns why.
+        """
+        self._is_ending = True
+        session, started_s = self._session, time.monotonic()
+        while session is not None and not session.is_ended:
+            now_s = time.monotonic()
+            if now_s - started_s > grace_s:
+                logger.warning("the core has work here after %g s: it is given up", grace_s)
+                break
+            if session.num_pending == 0 and now_s - max(started_s, session.idle_since_s) >= idle_s:
+                break
+            await asyncio.sleep(DRAIN_POLL_S)
         if session is not None:
-            try:
-                await asyncio.wait_for(session.wait_idle(), grace_s)
-            except TimeoutError:
-                logger.warning("a step still runs after %g s: it is given up", grace_s)
-            session.end(UnavailableError("the worker is shutting down", reason="SHUTTING_DOWN"))
+            session.end(_shutting_down())
 
     async def _open(self, first: worker_pb2.ExecuteRequest | None) -> ExecuteSession:
         if first is None or first.WhichOneof("message") != "open":
@@ -256,6 +271,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self._session is not None:
             self._session.end(error)
             self._session = None
+
+
+def _shutting_down() -> UnavailableError:
+    return UnavailableError("the worker is shutting down", reason="SHUTTING_DOWN")
 
 
 async def _prompt_heartbeats(session: ExecuteSession) -> None:

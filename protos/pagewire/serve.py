@@ -110,7 +110,8 @@ def arguments_for(service: str, settings: ServeSettings, sources: Mapping[str, s
 
     Not what comes from a variable of all (`sources` says): the process reads that itself, after its own variables.
     """
-    found = []
+    # Nobody balances load among the processes of one group: there is no one to tell, and nothing to wait for.
+    found = ["--lame-duck-s=0"]
     for field in dataclasses.fields(settings):
         value, source = getattr(settings, field.name), sources.get(field.name, "")
         is_given = source.startswith(("--", "PAGEWIRE_SERVE_"))

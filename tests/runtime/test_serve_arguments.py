@@ -34,5 +34,5 @@ def test_precedence_under_serve(argv, environ, expected):
 
 def test_the_frontend_always_gets_its_address_and_the_worker_its_model():
     """They were checked and fetched before anything starts."""
-    assert arguments_for("frontend", ServeSettings(), {}) == ["--host=127.0.0.1", "--port=50051"]
-    assert arguments_for("worker", ServeSettings(), {}) == ["--model=smollm2"]
+    assert arguments_for("frontend", ServeSettings(), {}) == ["--lame-duck-s=0", "--host=127.0.0.1", "--port=50051"]
+    assert arguments_for("worker", ServeSettings(), {}) == ["--lame-duck-s=0", "--model=smollm2"]

@@ -77,7 +77,7 @@ class ServerThread:
         await server.set_ready(True)
         self._started.set()
         await self._stop.wait()
-        await self.servicer.shut_down(1.0)
+        await self.servicer.shut_down(1.0, idle_s=0.0)
         await server.drain(1.0)
 
     def close(self) -> None:

@@ -78,7 +78,16 @@ class CommonSettings:
         metavar="BYTES",
         parse=parse_bytes,
     )
-    drain_s: float = setting(30.0, help="seconds that running calls get to end at a shutdown", low=0, metavar="SECONDS")
+    health_port: int | None = setting(
+        None, help="port for plaintext grpc.health.v1 beside --port, for probes; 0 takes a free one", low=0, high=65535
+    )
+    health_host: str = setting("0.0.0.0", help="address that --health-port listens on")
+    lame_duck_s: float = setting(
+        0.0, help="seconds after SIGTERM with new calls still taken, not ready already", low=0, metavar="SECONDS"
+    )
+    drain_s: float = setting(
+        30.0, help="seconds that running calls get to end at a shutdown, after --lame-duck-s", low=0, metavar="SECONDS"
+    )
     tls_ca_file: str = setting("", help="PEM file to check the other side against", metavar="FILE")
     tls_cert_file: str = setting("", help="PEM file with this process's certificate", metavar="FILE")
     tls_key_file: str = setting("", help="PEM file with this process's key", metavar="FILE")
@@ -153,8 +162,8 @@ def _find(name: str, service: str, given: Mapping[str, Any], environ: Mapping[st
 
 
 def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: Any, service: str) -> None:
-    default = field.default if field.default is not dataclasses.MISSING else None
-    shown = "required" if default is None else f"default: {default!r}" if default == "" else f"default: {default}"
+    default = field.default
+    shown = "required" if default is dataclasses.MISSING else f"default: {_shown(default)}"
     help_text = f"{field.metadata.get('help', '')} ({shown}; env {_variables(field.name, service)[0]})".strip()
     help_text = help_text.replace("%", "%%")
     if hint is bool:
@@ -167,6 +176,10 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hi
     parser.add_argument(
         _flag(field.name), default=argparse.SUPPRESS, help=help_text, metavar=metavar or _metavar(_plain(hint))
     )
+
+
+def _shown(default: Any) -> str:
+    return "none" if default is None else "''" if default == "" else str(default)
 
 
 def _metavar(hint: Any) -> str:
