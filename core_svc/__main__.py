@@ -51,7 +51,7 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a core; returns the exit status."""
     settings = parse_settings(CoreSettings, "core", sys.argv[1:] if argv is None else argv)
-    setup_logging("core", settings.log_level)
+    setup_logging("core", settings.log_level, settings.log_format)
     die_with_parent()
     try:
         settings.engine_config()

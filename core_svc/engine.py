@@ -44,6 +44,7 @@ from pagewire.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from pagewire.runtime.log_fields import fields
 
 logger = logging.getLogger(__name__)
 
@@ -279,10 +280,10 @@ class EngineCore(EngineCalls):
             if failed is not None:
                 self._keep(StepRecord(failed, None, error, failed.scheduled_ns, now_ns, now_ns))
         if isinstance(error, PagewireError) and not isinstance(error, UnavailableError | FailedPreconditionError):
-            logger.error("step %d failed: %s", step.number, error)
+            logger.error("step %d failed: %s", step.number, error, extra=fields(step=step.number))
             self.scheduler.fail_step(step, error.code, error.message, ahead)
             return
-        logger.error("the executor is lost in step %d", step.number, exc_info=error)
+        logger.error("the executor is lost in step %d", step.number, exc_info=error, extra=fields(step=step.number))
         lost = error if isinstance(error, UnavailableError) else UnavailableError(f"the worker is lost: {error}")
         self._lose_executor(lost)
         if self._link.is_newest:

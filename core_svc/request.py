@@ -86,6 +86,9 @@ class Request:
     prompt_logprob_width: int = 0
     """Candidates per prompt position; 0 where none are wanted."""
     deadline_ns: int | None = None
+    priority: int = 0
+    external_request_id: str = ""
+    """What its caller calls it: for logs and live views alone."""
 
     status: RequestStatus = RequestStatus.WAITING
     slot: int = NO_SLOT
@@ -151,6 +154,8 @@ class Request:
             logprob_width=params.logprob_width(vocab_size),
             prompt_logprob_width=params.prompt_logprob_width(vocab_size),
             deadline_ns=None if request.remaining_ms is None else now_ns + request.remaining_ms * 1_000_000,
+            priority=request.priority,
+            external_request_id=request.external_request_id,
         )
 
     @property

@@ -21,6 +21,7 @@ from core_svc.worker_link import Connection, WorkerLink, explain
 from pagewire.engine import EngineInfo
 from pagewire.errors import FailedPreconditionError, PagewireError, UnavailableError
 from pagewire.runtime.lifetime import new_incarnation
+from pagewire.runtime.logs import set_incarnation
 from pagewire.runtime.server import GrpcServer
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class CoreProcess:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self.incarnation = new_incarnation()
+        set_incarnation(self.incarnation)
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """Gets the error that no reconnect can mend."""
         self._server = GrpcServer.for_settings(SERVICE_NAME, settings)

@@ -6,6 +6,7 @@ import logging
 import os
 
 from core_svc.plan_builder import ScheduledStep
+from pagewire.runtime.log_fields import json_fields, trace_ids
 
 logger = logging.getLogger("core_svc.steps")
 
@@ -31,4 +32,12 @@ def log_step(step: ScheduledStep) -> None:
             request.token_ids[num_known:].tolist(),
             request.status.is_finished,
             os.getpid(),
+            extra=json_fields(
+                step=step.number,
+                request_id=request.external_request_id,
+                status=request.status.name,
+                num_scheduled_tokens=scheduled,
+                num_computed_tokens=computed,
+                **trace_ids(request.trace_context.traceparent if request.trace_context is not None else None),
+            ),
         )

@@ -17,7 +17,7 @@ from pagewire.runtime.settings import parse_settings
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs until a signal; returns the exit status."""
     settings = parse_settings(FrontendSettings, "frontend", sys.argv[1:] if argv is None else argv)
-    setup_logging("frontend", settings.log_level)
+    setup_logging("frontend", settings.log_level, settings.log_format)
     die_with_parent()
     try:
         return asyncio.run(serve(settings))

@@ -21,6 +21,7 @@ from pagewire.errors import (
     UnavailableError,
     UnimplementedError,
 )
+from pagewire.runtime.log_fields import fields
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class OutputProcessor:
             except PagewireError as error:
                 self._fail(parent, error, AbortReason.SIBLING_FAILED, aborts)
             except Exception:
-                log.exception("request %s (%d): its output cannot be processed", parent.external_request_id, request_id)
+                log.exception("an output cannot be processed", extra=fields(request_id=parent.external_request_id))
                 self._fail(parent, InternalError("the output cannot be processed"), AbortReason.SIBLING_FAILED, aborts)
         self._count(aborts)
         return aborts

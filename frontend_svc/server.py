@@ -11,15 +11,18 @@ from typing import Any
 import grpc.aio
 
 from frontend_svc import wire
+from frontend_svc.access_log import AccessLog
 from frontend_svc.core_client import GrpcCoreClient
 from frontend_svc.engine_client import EngineCoreClient
 from frontend_svc.input_processor import TextRequest
+from frontend_svc.observer import RequestObserver
 from frontend_svc.outputs import RequestOutput
 from frontend_svc.service import TextService
 from frontend_svc.settings import FrontendSettings
 from pagewire.engine import TraceContext
 from pagewire.errors import InvalidArgumentError, violation
 from pagewire.runtime.lifetime import new_incarnation
+from pagewire.runtime.logs import set_incarnation
 from pagewire.runtime.ready import print_ready
 from pagewire.runtime.server import GrpcServer, wait_for_signal
 from pagewire.v1 import frontend_pb2 as pb
@@ -157,9 +160,14 @@ class FrontendServer:
         self.service.close()
 
 
+def _observers(settings: FrontendSettings) -> list[RequestObserver]:
+    return [AccessLog()] if settings.log_requests else []
+
+
 async def serve(settings: FrontendSettings) -> int:
     """Runs a frontend until SIGINT or SIGTERM, then drains. Returns the exit status."""
     incarnation = new_incarnation()
+    set_incarnation(incarnation)
     server = GrpcServer.for_settings(SERVICE_NAME, settings)
 
     async def connect() -> EngineCoreClient:
@@ -177,7 +185,9 @@ async def serve(settings: FrontendSettings) -> int:
             has_printed = True
             print_ready("frontend", settings.host, server.port, incarnation)
 
-    service = TextService(connect, max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready)
+    service = TextService(
+        connect, max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready, observers=_observers(settings)
+    )
     frontend = FrontendServer(service, server)
     port = await frontend.start()
     log.info("listening on %s:%d, core at %s", settings.host, port, settings.core)

@@ -23,6 +23,7 @@ from pagewire.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from pagewire.runtime.log_fields import fields
 
 log = logging.getLogger(__name__)
 
@@ -137,11 +138,13 @@ class CoreSession:
             ticket.abort_reason = reason
             usage = ticket.parent.usage
             log.info(
-                "request %s aborted: %s, %d prompt and %d completion tokens",
-                ticket.external_request_id,
-                reason.name,
-                usage.num_prompt_tokens,
-                usage.num_completion_tokens,
+                "request aborted",
+                extra=fields(
+                    request_id=ticket.external_request_id,
+                    abort_reason=reason.name,
+                    prompt_tokens=usage.num_prompt_tokens,
+                    completion_tokens=usage.num_completion_tokens,
+                ),
             )
             self.send(self.outputs.abort(ticket.parent, reason))
 

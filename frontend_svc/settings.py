@@ -20,3 +20,4 @@ class FrontendSettings(CommonSettings):
         low=1,
         metavar="TOKENS",
     )
+    log_requests: bool = setting(False, help="log a line for each request that ended; never its text")

@@ -22,7 +22,7 @@ COMPUTE_JOIN_S = 1.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a worker; returns the exit status."""
     settings = parse_settings(WorkerSettings, "worker", sys.argv[1:] if argv is None else argv)
-    setup_logging("worker", settings.log_level)
+    setup_logging("worker", settings.log_level, settings.log_format)
     if settings.die_with_parent:
         os.environ.setdefault(SUPERVISOR_VARIABLE, str(os.getppid()))
     die_with_parent()

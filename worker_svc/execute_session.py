@@ -36,6 +36,7 @@ from pagewire.errors import (
     ResourceExhaustedError,
 )
 from pagewire.plan import GrammarMask, StepPlan, StepResult
+from pagewire.runtime.log_fields import fields
 from worker_svc.compute import ComputeThread, Deferred
 from worker_svc.worker import Worker
 
@@ -108,7 +109,8 @@ class ExecuteSession:
         """Hands a mask to its plan. One that nobody waits for (its step has failed) is dropped."""
         future = self._masks.pop((mask.epoch, mask.step), None)
         if future is None:
-            logger.info("a grammar mask for step %d of epoch %d: nobody waits for it", mask.step, mask.epoch)
+            where = fields(epoch=mask.epoch, step=mask.step)
+            logger.info("a grammar mask comes that nobody waits for", extra=where)
         elif not future.done():
             future.set_result(mask)
 
@@ -163,7 +165,7 @@ class ExecuteSession:
             self.end(error)
         else:
             if not isinstance(error, PagewireError):
-                logger.error("step %d failed", key[1], exc_info=error)
+                logger.error("step %d failed", key[1], exc_info=error, extra=fields(epoch=key[0], step=key[1]))
                 error = InternalError(f"{type(error).__name__}: {error}")
             self.outgoing.put_nowait(StepFailed(*key, error))
 

@@ -7,6 +7,7 @@ import logging
 import os
 
 from pagewire.runtime.lifetime import new_incarnation
+from pagewire.runtime.logs import set_incarnation
 from pagewire.runtime.ready import print_ready
 from pagewire.runtime.server import GrpcServer, wait_for_signal
 from worker_svc.compute import ComputeThread
@@ -22,6 +23,7 @@ CORE_MARGIN_S = 3.0
 async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
     """Serves until a signal; returns the exit status."""
     incarnation = new_incarnation()
+    set_incarnation(incarnation)
     worker = Worker(
         settings.device,
         settings.model,

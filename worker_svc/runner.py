@@ -15,6 +15,7 @@ from pagewire.columns import EMPTY_INT32
 from pagewire.engine import LogprobColumns
 from pagewire.errors import InternalError, InvalidArgumentError, PagewireError, violation
 from pagewire.plan import GrammarMask, StepPlan, StepResult, Timings
+from pagewire.runtime.log_fields import fields
 from worker_svc.batch import Batch, Rows
 from worker_svc.compute import Deferred
 from worker_svc.cuda_graphs import DecodeGraphs, Recorder
@@ -107,7 +108,7 @@ class ModelRunner:
             raise
         except Exception as error:
             undo()
-            logger.exception("step %d failed", plan.step)
+            logger.exception("step %d failed", plan.step, extra=fields(epoch=plan.epoch, step=plan.step))
             raise InternalError(f"{type(error).__name__}: {error}") from error
 
     def _run(

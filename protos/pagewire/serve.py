@@ -18,7 +18,8 @@ from pathlib import Path
 
 from pagewire.client import AsyncClient
 from pagewire.errors import InvalidArgumentError, PagewireError, UnavailableError
-from pagewire.runtime.logs import LEVELS, setup_logging
+from pagewire.runtime.log_levels import SYNTAX, checked_levels
+from pagewire.runtime.logs import FORMATS, setup_logging
 from pagewire.runtime.ready import Ready
 from pagewire.runtime.server import wait_for_signal
 from pagewire.runtime.settings import parse_bytes, parse_settings, setting
@@ -38,6 +39,7 @@ _PASSED_ON = {
         "cuda_graphs",
         "num_threads",
         "log_level",
+        "log_format",
         "drain_s",
         "max_message_bytes",
     ),
@@ -55,11 +57,12 @@ _PASSED_ON = {
         "async_scheduling",
         "log_requests",
         "log_level",
+        "log_format",
         "drain_s",
         "startup_timeout_s",
         "max_message_bytes",
     ),
-    "frontend": ("host", "port", "log_level", "drain_s", "max_message_bytes"),
+    "frontend": ("host", "port", "log_requests", "log_level", "log_format", "drain_s", "max_message_bytes"),
 }
 
 
@@ -94,8 +97,16 @@ class ServeSettings:
     block_size: int = setting(16, help="tokens per KV block", low=1, high=1024)
     force_generic: bool = setting(False, help="run the model through transformers' code even where ours knows it")
     num_threads: int = setting(0, help="threads of a computation on the CPU; 0: one per core", low=0)
-    log_requests: bool = setting(False, help="log a line per request and step")
-    log_level: str = setting("info", help="how much the processes log to this terminal", choices=LEVELS)
+    log_requests: bool = setting(False, help="log a line per ended request, and one per request and step")
+    log_level: str = setting(
+        "info",
+        help="how much the processes log to this terminal, such as info,core_svc.steps=debug",
+        metavar=SYNTAX,
+        parse=checked_levels,
+    )
+    log_format: str = setting(
+        "auto", help="form of log lines; auto: json in a container whose log is no terminal", choices=FORMATS
+    )
     max_message_bytes: int = setting(
         64 * 2**20, help="largest gRPC message", low=1024, high=2**31 - 1, metavar="BYTES", parse=parse_bytes
     )
@@ -271,7 +282,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs `pagewire serve`; returns the exit status."""
     sources: dict[str, str] = {}
     settings = parse_settings(ServeSettings, "serve", argv, description=DESCRIPTION, sources=sources)
-    setup_logging("serve", settings.log_level)
+    setup_logging("serve", settings.log_level, settings.log_format)
     try:
         check_address(settings.host.strip("[]"), settings.port)
         fetch(settings.model)

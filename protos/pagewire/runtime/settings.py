@@ -23,7 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pagewire.runtime.logs import LEVELS
+from pagewire.runtime.log_levels import SYNTAX, checked_levels
+from pagewire.runtime.logs import FORMATS
 from pagewire.runtime.transport import MAX_MESSAGE_BYTES, TlsConfig
 
 T = TypeVar("T")
@@ -69,7 +70,15 @@ class CommonSettings:
 
     host: str = setting("127.0.0.1", help="address to listen on; 0.0.0.0 is every interface")
     port: int = setting(0, help="port to listen on; 0 takes a free one", low=0, high=65535)
-    log_level: str = setting("info", help="how much to log", choices=LEVELS)
+    log_level: str = setting(
+        "info",
+        help="how much to log, and how much of single loggers, such as info,core_svc.steps=debug",
+        metavar=SYNTAX,
+        parse=checked_levels,
+    )
+    log_format: str = setting(
+        "auto", help="form of log lines; auto: json in a container whose log is no terminal", choices=FORMATS
+    )
     max_message_bytes: int = setting(
         MAX_MESSAGE_BYTES,
         help="largest message sent or received; the same for every process",
