@@ -4,14 +4,14 @@
 #   k8s/tools/images.sh [TARGET...]     default: frontend core worker-cpu; worker-cuda is the fourth (7 GB)
 #   k8s/tools/images.sh --sizes         only the table
 #
-# PREFIX=pagewire/ TAG=dev BASE_IMAGE=... TORCH_INDEX_URL=... choose names, base and torch's build.
+# PREFIX=registry.example.com/team/pagewire- TAG=... BASE_IMAGE=... TORCH_INDEX_URL=... choose names, base and torch's build.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 # shellcheck source=k8s/tools/engine.sh
 source k8s/tools/engine.sh
 
-PREFIX=${PREFIX:-localhost/pagewire/}
-TAG=${TAG:-dev}
+PREFIX=${PREFIX:-localhost/pagewire-}
+TAG=${TAG:-$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}
 BASE_IMAGE=${BASE_IMAGE:-docker.io/library/python:3.11-slim-bookworm}
 PYTHON=${PYTHON:-python3}
 

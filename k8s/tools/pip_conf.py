@@ -1,4 +1,4 @@
-"""Prints what an image build needs of this machine's pip configuration, or with --mounts the folders and files it names.
+"""Prints what an image build needs of this machine's pip configuration, or with --mounts the files that it names.
 
 A pip.conf with the package indexes, certificate and wheel folders that pip is configured for here. It is given to the
 build as a secret, so that no address of a machine gets into an image or into the repository. Indexes on this machine's
