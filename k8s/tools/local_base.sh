@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes a stand-in for the base image where no registry is in reach: Debian's own Python from Debian's packages, under
-# the name that the Dockerfile builds on. Also its suite and size differ little from the official image's, its Python is
-# Debian's build, so what is published should be built on the official one.
+# the name that the Dockerfile builds on. Its Python is Debian's build and not python.org's, so an image that is published
+# should stand on the official one.
 #
 #   k8s/tools/local_base.sh [NAME]     default: docker.io/library/python:3.11-slim-bookworm
 #

@@ -1,8 +1,8 @@
 """Turns what `helm template` prints into what `podman kube play` (4.3) knows, and touches nothing else.
 
-A Deployment or StatefulSet becomes its pods; a Service becomes names of the pods that it selects, on podman's network, as
-cluster DNS would answer: <service>.<namespace>.svc.<domain>, and <pod>.<service>... for a StatefulSet's. Three things in
-a pod change, because podman 4.3 does not have them:
+A Deployment or StatefulSet becomes its pods; a Service becomes names of the pods that it selects, on podman's network,
+as cluster DNS would answer: <service>.<namespace>.svc.<domain>, and <pod>.<service>... for a StatefulSet's. Three
+things in a pod change, because podman 4.3 does not have them:
 
 - probes are dropped: it knows no gRPC probes, and fires others only where systemd has timers;
 - $(VARIABLE) in commands, arguments and variables is expanded, as the kubelet does;
