@@ -143,9 +143,7 @@ def _check_ports(service: Object, pod: Object) -> None:
     for port in service["spec"].get("ports", ()):
         target = port.get("targetPort", port["port"])
         if numbers.get(target, target) != port["port"]:
-            raise ValueError(
-                f"Service {_name(service)}: port {port['port']} is {target!r} of the pod; a name can't map it"
-            )
+            raise ValueError(f"Service {_name(service)}: a name can't map port {port['port']} to {target!r} of the pod")
 
 
 def playable(pod: Object, publish: Iterable[Published] = ()) -> Object:
