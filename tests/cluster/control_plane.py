@@ -1,4 +1,4 @@
-"""A Kubernetes control plane on the loopback interface: etcd, API server, controllers and scheduler, as real as they come.
+"""A real Kubernetes control plane on the loopback interface: etcd, API server, controllers and scheduler.
 
 Nothing runs a container: FakeKubelet says of every pod that is bound to its node that it runs and is ready. So this
 proves what the API server thinks of manifests, selectors, budgets, rollouts and hooks, not the workload.
@@ -73,7 +73,7 @@ class Api:
 
 
 class FakeKubelet:
-    """One node that is ready, whose pods run as soon as they are bound, and are gone as soon as they are told to end."""
+    """One node that is ready. Its pods run as soon as they are bound, and are gone as soon as they are told to end."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -193,7 +193,8 @@ class ControlPlane:
         self._spawn(
             "apiserver", str(bin_dir / "kube-apiserver"), f"--etcd-servers={etcd_url}", "--bind-address=127.0.0.1",
             f"--secure-port={self._port}", "--insecure-port=0", f"--cert-dir={folder}/certs",
-            f"--token-auth-file={folder}/tokens", "--authorization-mode=RBAC", "--service-cluster-ip-range=10.98.0.0/24",
+            f"--token-auth-file={folder}/tokens", "--authorization-mode=RBAC",
+            "--service-cluster-ip-range=10.98.0.0/24",
             f"--service-account-key-file={key}", f"--service-account-signing-key-file={key}",
             "--service-account-issuer=https://kubernetes.default.svc", "--endpoint-reconciler-type=none",
         )  # fmt: skip
