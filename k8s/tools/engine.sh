@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the scripts beside it: which container tools there are, and a configuration that works for them here.
 
 has() { command -v "$1" >/dev/null; }

@@ -3,7 +3,7 @@
 # when the image was built; whatever else is asked for is refused.
 set -eu
 here=$(dirname "$0")
-output= source=
+output='' source=''
 while [ $# -gt 0 ]; do
   case $1 in
     -o) output=$2; shift ;;
