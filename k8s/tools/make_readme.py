@@ -1,10 +1,10 @@
-"""Writes the table of values into the chart's README: `python k8s/tools/make_readme.py`; with --check it only compares."""
+"""Writes the table of values into the chart's README; with --check it only compares."""
 
 from __future__ import annotations
 
 import sys
 
-from values import CHART, chart_values, shown
+from chart_values import CHART, chart_values, shown
 
 BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
 

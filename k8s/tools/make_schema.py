@@ -1,105 +1,38 @@
-"""Writes the chart's values.schema.json: `python k8s/tools/make_schema.py`; with --check it only compares.
+"""Writes the chart's values.schema.json; with --check it only compares.
 
-The settings of the three services are taken from their dataclasses, with types, bounds and choices, so that a value that
-a process would refuse is refused before anything is installed. Descriptions are the comments of values.yaml.
+The settings of the three services come with their types, bounds and choices: what a process would refuse is refused
+before anything is installed. Descriptions are the comments of values.yaml.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-import types
 import typing
-from typing import Any
 
-from values import CHART, chart_values
+from chart_values import CHART, chart_values
+from schema_parts import (
+    BOOLEAN,
+    COUNT_OR_PERCENT,
+    DURATION,
+    FREE,
+    NAME,
+    OBJECTS,
+    QUANTITY,
+    RESOURCES,
+    SCALAR_MAP,
+    STRING,
+    STRING_MAP,
+    STRINGS,
+    Schema,
+    integer,
+    one_of,
+    settings,
+    settings_of,
+    strict,
+)
 
-from core_svc.settings import CoreSettings
-from frontend_svc.settings import FrontendSettings
 from pagewire.runtime.logs import LEVELS
-from pagewire.runtime.settings import parse_bytes
-from worker_svc.settings import WorkerSettings
-
-SERVICES: dict[str, type[Any]] = {"frontend": FrontendSettings, "core": CoreSettings, "worker": WorkerSettings}
-_EVERYWHERE = {
-    *("host", "port", "log_level", "log_format", "drain_s", "lame_duck_s", "tls_ca_file", "tls_cert_file"),
-    *("tls_key_file", "health_host", "health_port", "metrics_host", "metrics_port"),
-}
-CHART_OWNED = {
-    "frontend": _EVERYWHERE | {"core", "api_keys_file"},
-    "core": _EVERYWHERE
-    | {"worker", "model", "revision", "dtype", "quantization", "max_model_len", "startup_timeout_s"},
-    # The model is what the core asks for.
-    "worker": _EVERYWHERE
-    | {"device", "model", "preload", "dtype", "quantization", "max_model_len", "die_with_parent"},
-}
-"""Settings that other values of the chart set, or that make no sense in a pod."""
-
-Schema = dict[str, Any]
-BOOLEAN: Schema = {"type": "boolean"}
-STRING: Schema = {"type": "string"}
-FREE: Schema = {"type": "object"}
-"""An object of Kubernetes' own, handed on as it is: the API server checks it."""
-STRINGS: Schema = {"type": "array", "items": STRING}
-OBJECTS: Schema = {"type": "array", "items": {"type": "object"}}
-STRING_MAP: Schema = {"type": "object", "additionalProperties": STRING}
-SCALAR_MAP: Schema = {"type": "object", "additionalProperties": {"type": ["string", "number", "boolean"]}}
-NAME: Schema = {"type": "string", "pattern": r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?)?$"}
-QUANTITY: Schema = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i|[MGTPE])?$"}
-DURATION: Schema = {"type": "string", "pattern": r"^([0-9]+(h|m|s|ms))+$"}
-RESOURCES: Schema = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {
-        key: {"type": "object", "additionalProperties": {"anyOf": [QUANTITY, {"type": "number", "exclusiveMinimum": 0}]}}
-        for key in ("requests", "limits")
-    }
-    | {"claims": OBJECTS},
-}
-COUNT_OR_PERCENT: Schema = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9]+%$"}]}
-
-
-def integer(low: int, high: int | None = None) -> Schema:
-    """A whole number within bounds, which are inclusive."""
-    return {"type": "integer", "minimum": low} | ({} if high is None else {"maximum": high})
-
-
-def one_of(*choices: str) -> Schema:
-    """One of these texts."""
-    return {"type": "string", "enum": list(choices)}
-
-
-def strict(properties: Schema) -> Schema:
-    """An object with these properties and no others."""
-    return {"type": "object", "additionalProperties": False, "properties": properties}
-
-
-def settings(service: str) -> Schema:
-    """Settings by name that the chart has no value of its own for."""
-    hints = typing.get_type_hints(SERVICES[service])
-    return strict(
-        {
-            field.name: _setting(hints[field.name], field)
-            for field in dataclasses.fields(SERVICES[service])
-            if field.name not in CHART_OWNED[service]
-        }
-    )
-
-
-def _setting(hint: Any, field: dataclasses.Field[Any]) -> Schema:
-    if isinstance(hint, types.UnionType):
-        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
-    meta = field.metadata
-    bounds = {name: meta[key] for key, name in (("low", "minimum"), ("high", "maximum")) if meta[key] is not None}
-    described = {"description": meta["help"]}
-    if meta["parse"] is parse_bytes:
-        text = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?\s*([kKmMgGtT][iI]?)?[bB]?$"}
-        return described | {"anyOf": [{"type": "integer"} | bounds, text]}
-    if meta["choices"] is not None:
-        return described | {"enum": list(meta["choices"])}
-    kinds = {bool: "boolean", int: "integer", float: "number"}
-    return described | {"type": kinds.get(hint, "string")} | bounds
 
 
 def probe(*, has_seconds: bool = False, has_threshold: bool = False) -> Schema:
@@ -120,7 +53,11 @@ def tier(service: str, properties: Schema) -> Schema:
                 {
                     "repository": {"type": "string", "minLength": 1},
                     # A tag that moves makes two pods of one release two programs.
-                    "tag": {"type": "string", "pattern": r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?$", "not": {"const": "latest"}},
+                    "tag": {
+                        "type": "string",
+                        "pattern": r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?$",
+                        "not": {"const": "latest"},
+                    },
                     "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
                     "pullPolicy": one_of("Always", "IfNotPresent", "Never"),
                 }
@@ -144,7 +81,12 @@ def tier(service: str, properties: Schema) -> Schema:
                     "liveness": probe(has_threshold=True),
                 }
             ),
-            "pdb": strict({"enabled": BOOLEAN, "maxUnavailable": {"anyOf": [integer(1), {"type": "string", "pattern": "^[1-9][0-9]?%$"}]}}),
+            "pdb": strict(
+                {
+                    "enabled": BOOLEAN,
+                    "maxUnavailable": {"anyOf": [integer(1), {"type": "string", "pattern": "^[1-9][0-9]?%$"}]},
+                }
+            ),
             "podLabels": STRING_MAP,
             "podAnnotations": STRING_MAP,
             "podSecurityContext": FREE,
@@ -168,7 +110,9 @@ def autoscaling(properties: Schema) -> Schema:
         "maxReplicas": integer(1),
         "scaleDownSeconds": integer(0, 3600),
         "prometheusAddress": {"type": "string", "pattern": "^https?://"},
-        "authenticationRef": strict({"name": NAME, "kind": one_of("TriggerAuthentication", "ClusterTriggerAuthentication")}),
+        "authenticationRef": strict(
+            {"name": NAME, "kind": one_of("TriggerAuthentication", "ClusterTriggerAuthentication")}
+        ),
     }
     return strict(common | properties)
 
@@ -259,11 +203,6 @@ def _model() -> Schema:
     )
 
 
-def settings_of(service: str) -> dict[str, dataclasses.Field[Any]]:
-    """Fields of a service's settings by name."""
-    return {field.name: field for field in dataclasses.fields(SERVICES[service])}
-
-
 def _tls() -> Schema:
     issuer = {"name": NAME, "kind": {"type": "string", "minLength": 1}, "group": {"type": "string", "minLength": 1}}
     return strict(
@@ -292,7 +231,12 @@ def _otel() -> Schema:
             "endpoint": {"type": "string", "pattern": "^(https?://.+)?$"},
             "protocol": one_of("grpc"),
             "sampler": one_of(*samplers, *(f"parentbased_{sampler}" for sampler in samplers)),
-            "samplerArg": {"type": ["string", "number"], "pattern": r"^(0(\.[0-9]+)?|1(\.0+)?)?$", "minimum": 0, "maximum": 1},
+            "samplerArg": {
+                "type": ["string", "number"],
+                "pattern": r"^(0(\.[0-9]+)?|1(\.0+)?)?$",
+                "minimum": 0,
+                "maximum": 1,
+            },
             "resourceAttributes": SCALAR_MAP,
             "headersSecret": strict({"name": NAME, "key": STRING}),
         }

@@ -162,10 +162,15 @@ worker-of-$(POD_NAME).{{ include "pagewire.serviceDomain" (dict "root" . "servic
 {{- if .root.Capabilities.APIVersions.Has .kind -}}true{{- end -}}
 {{- end -}}
 
+{{/* What the cluster has to know for an autoscaler. */}}
+{{- define "pagewire.autoscalerKind" -}}
+{{- ternary "keda.sh/v1alpha1/ScaledObject" "external.metrics.k8s.io/v1beta1" (eq .kind "keda") -}}
+{{- end -}}
+
 {{/* "true" or nothing: whether replicas are left to an autoscaler that this cluster has. */}}
 {{- define "pagewire.isAutoscaled" -}}
 {{- if .autoscaling.enabled -}}
-{{- if eq .autoscaling.kind "hpa" -}}true{{- else -}}{{ include "pagewire.knows" (dict "root" .root "kind" "keda.sh/v1alpha1/ScaledObject") }}{{- end -}}
+{{- include "pagewire.knows" (dict "root" .root "kind" (include "pagewire.autoscalerKind" .autoscaling)) -}}
 {{- end -}}
 {{- end -}}
 

@@ -118,7 +118,7 @@ imagePullPolicy: {{ .tier.image.pullPolicy }}
 securityContext:
   {{- toYaml . | nindent 2 }}
 {{- end }}
-command: [pagewire, {{ .component }}]
+# No command: the image's entrypoint is the service, under an init that passes signals on from the first moment.
 args:
   {{- include "pagewire.args" . | nindent 2 }}
 env:
