@@ -58,9 +58,10 @@ build() {
     DOCKER_BUILDKIT=1 docker build "${options[@]}" .
     return
   fi
-  # The times of all files are those of the last change to what is built, so that the same sources and locks make the
-  # same image. Docker's builder does it by SOURCE_DATE_EPOCH.
-  options+=(--layers --network host --pull=never --timestamp "$(git log -1 --format=%ct 2>/dev/null || echo 0)")
+  # The times of all files are those of the last change to how images are made, so that the same sources and locks make
+  # the same layers. Docker's builder does it by SOURCE_DATE_EPOCH.
+  options+=(--timestamp "$(git log -1 --format=%ct -- k8s/Dockerfile k8s/requirements k8s/tools/install.sh 2>/dev/null || echo 0)")
+  options+=(--layers --network host --pull=never)
   while read -r mount; do options+=(--volume "$mount:$mount:ro"); done < <("$PYTHON" k8s/tools/pip_conf.py --mounts)
   "$tool" build --ignorefile .dockerignore "${options[@]}" .
 }

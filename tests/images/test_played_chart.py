@@ -18,6 +18,14 @@ pytestmark = [pytest.mark.ops, pytest.mark.timeout(1500)]
 
 PROMPTS = ("The capital of France is", "Water is made of", "One, two, three,", "The sea is")
 MAX_TOKENS = 40
+LOOK = """
+import json, pathlib
+def status(pid):
+    lines = pathlib.Path("/proc", pid, "status").read_text().splitlines()
+    return dict(line.split(":\\t", 1) for line in lines if ":\\t" in line)
+[service] = pathlib.Path("/proc/1/task/1/children").read_text().split()[:1]
+print(json.dumps([status("1"), status(service)]))
+"""
 
 
 def test_the_helm_test_generates_text(running: Running):
@@ -29,30 +37,27 @@ def test_the_helm_test_generates_text(running: Running):
 
 
 def test_processes_run_without_rights(running: Running):
-    """Asked of the processes that serve, from inside."""
+    """Asked of the init and of the service behind it, from inside."""
     for one in running.plays:
         if one.is_test:
             continue
         container = running.container(one.name)
-        look = "print(open('/proc/1/status').read())"
-        status = dict(
-            line.split(":\t", 1)
-            for line in play.podman("exec", container, "python", "-c", look).splitlines()
-            if ":\t" in line
-        )
-        assert status["Uid"].split() == ["10001"] * 4
-        assert int(status["CapEff"], 16) == int(status["CapBnd"], 16) == 0
-        assert status["NoNewPrivs"] == "1"
+        init, service = json.loads(play.podman("exec", container, "python", "-c", LOOK))
+        assert init["Name"] == "tini" and service["PPid"] == "1"
+        for status in (init, service):
+            assert status["Uid"].split() == status["Gid"].split() == ["10001"] * 4
+            assert int(status["CapEff"], 16) == int(status["CapBnd"], 16) == 0
+            assert (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2")
         touch = "import pathlib; pathlib.Path('/opt/pagewire/x').touch()"
         with pytest.raises(RuntimeError, match="Read-only file system"):
             play.podman("exec", container, "python", "-c", touch)
 
 
 def test_ports_are_published_on_loopback_only(running: Running):
-    shown = json.loads(play.podman("ps", "--format", "json"))
-    ours = [one for one in shown if one.get("Networks") == [NETWORK] or NETWORK in str(one.get("Networks"))]
-    published = {port["host_ip"] for one in ours for port in one.get("Ports") or ()}
-    assert published == {"127.0.0.1"}
+    infra = json.loads(play.podman("ps", "--format", "json"))
+    ours = [one for one in infra if NETWORK in (one.get("Networks") or ())]
+    published = [(port["host_ip"], port["host_port"]) for one in ours for port in one.get("Ports") or ()]
+    assert sorted(published) == sorted(("127.0.0.1", port) for port in running.ports.values())
 
 
 @dataclass
