@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# What the Dockerfile's build stages do to /opt/pagewire, the virtual environment that the images get.
+# What the Dockerfile's build stages put into /opt/pagewire, the virtual environment that the images get.
 #
 #   install.sh locked FILE          what a lock file names, by hash, with nothing besides
 #   install.sh torch cpu|cuda URL   torch for processors or for CUDA; URL: the index of that build, or empty
-#   install.sh own PACKAGE...       our wheel with those packages of it only; then checks, prunes and compiles everything
 set -euo pipefail
 
 VENV=/opt/pagewire
@@ -47,28 +46,6 @@ driver_module() {
     -L"$libcuda" -Wl,--no-as-needed -l:libcuda.so.1 -I"$source" -I"$source/include" -I"$include"
   (cd "$source" && sha256sum driver.c | cut -d' ' -f1) >"$VENV/libexec/cuda_utils.sha256"
   install -m 0755 tools/prebuilt_cc.sh "$VENV/libexec/cc"
-}
-
-own() {
-  "${PIP[@]}" install --no-index --no-deps /wheel/pagewire-*.whl
-  "${PIP[@]}" check
-  # One distribution has all services; an image has one of them, and what the others are made of is not there.
-  local package
-  for package in frontend_svc core_svc worker_svc kernels; do
-    [[ " $* " == *" $package "* ]] || rm -rf "${PACKAGES:?}/$package"
-  done
-  # Only what runs: no tests, no type stubs, no headers. (torch's own testing package is imported by torch, and
-  # packages named `test` may be code: hence numpy's and the like by their plural.)
-  find "$PACKAGES" -depth -type d -name tests -not -path '*/torch/*' -exec rm -rf {} +
-  find "$PACKAGES" -name '*.pyi' -delete
-  rm -rf "$PACKAGES/torch/include" "$PACKAGES/torch/bin" "$PACKAGES/torch/share" "$VENV/include"
-  find "$PACKAGES" -name '*.a' -delete
-  # Byte code: a read-only root could never keep it, and imports are what a start waits for. By hash and unchecked, so
-  # that it depends on the source's text alone. transformers' models are left out: thousands of files, a few of which
-  # one process imports.
-  find "$PACKAGES" -depth -type d -name __pycache__ -exec rm -rf {} +
-  "$VENV/bin/python" -m compileall -q --invalidation-mode unchecked-hash -x '/transformers/models/[b-z]|/lib2to3/|\.j2$' \
-    "$PACKAGES"
 }
 
 "$@"
