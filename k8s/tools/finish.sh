@@ -23,7 +23,7 @@ rm -rf "$PACKAGES/torch/include" "$PACKAGES/torch/bin" "$PACKAGES/torch/share" "
 find "$PACKAGES" -name '*.a' -delete
 # Byte code: a read-only root could never keep it, and imports are what a start waits for. By hash and unchecked, so
 # that it depends on the source's text alone. transformers' models are left out: thousands of files, a few of which
-# one process imports.
+# one process imports. So are torch's own tests, some of which are in the language of a newer Python.
 find "$PACKAGES" -depth -type d -name __pycache__ -exec rm -rf {} +
-"$VENV/bin/python" -m compileall -q --invalidation-mode unchecked-hash -x '/transformers/models/[b-z]|/lib2to3/|\.j2$' \
-  "$PACKAGES"
+"$VENV/bin/python" -m compileall -q --invalidation-mode unchecked-hash \
+  -x '/transformers/models/[b-z]|/torch/testing/_internal/' "$PACKAGES"
