@@ -9,7 +9,7 @@ ARGS ?=
 # Set to e.g. "torch==2.13.0 --index-url ..." for another build of torch (README).
 TORCH ?= torch==2.13.0
 
-.PHONY: help serve test unit system faults lint format protos bench bench-peers gpu-check soak locks images images-test cluster clean
+.PHONY: help serve test unit system faults lint format protos bench bench-peers gpu-check soak chart locks images images-test cluster clean
 
 help: ## list these commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -74,6 +74,13 @@ bench-peers: $(VENV)/.bench ## vLLM CPU and llama.cpp in environments of their o
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu-check: ## correctness and speed of the CUDA path, on a machine with a GPU; ARGS="--out DIR", or "--dry-run" without
 	PYTHONPATH="$(CURDIR):$(CURDIR)/protos" $(GPU_PYTHON) -m bench.gpu_check $(ARGS)
+
+chart: $(VENV)/.dev ## helm lint, every manifest of the chart in every Kubernetes, package; puts helm into .venv/tools
+	$(BIN)/python k8s/tools/make_schema.py
+	$(BIN)/python k8s/tools/make_readme.py
+	helm=$$($(BIN)/python k8s/tools/get_helm.py) && $$helm lint --strict k8s/chart && $$helm lint --strict k8s/chart --values k8s/chart/values-gpu.yaml
+	$(BIN)/python -m pytest tests/chart -n 2
+	helm=$$($(BIN)/python k8s/tools/get_helm.py) && $$helm package k8s/chart --destination build
 
 soak: $(VENV)/.dev ## twenty minutes of random load on real processes, and what must hold after it
 	$(BIN)/python -m tests.soak.soak $(ARGS)

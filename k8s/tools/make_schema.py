@@ -11,6 +11,7 @@ import sys
 import typing
 
 from chart_values import CHART, chart_values
+from pagewire.runtime.logs import LEVELS
 from schema_parts import (
     BOOLEAN,
     COUNT_OR_PERCENT,
@@ -31,8 +32,6 @@ from schema_parts import (
     settings_of,
     strict,
 )
-
-from pagewire.runtime.logs import LEVELS
 
 
 def probe(*, has_seconds: bool = False, has_threshold: bool = False) -> Schema:

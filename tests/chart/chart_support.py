@@ -85,16 +85,16 @@ def template(
     return run_helm(*command)
 
 
+def render(*files: str, **options: Any) -> list[Doc]:
+    """The objects, from one run of helm for equal arguments: not to be changed."""
+    return list(_rendered(*files, **options))
+
+
 @functools.cache
-def _rendered(*files: str, **options: Any) -> str:
+def _rendered(*files: str, **options: Any) -> tuple[Doc, ...]:
     done = template(*files, **options)
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def render(*files: str, **options: Any) -> list[Doc]:
-    """The objects; a fresh copy at each call, from one run of helm for equal arguments."""
-    return [doc for doc in yaml.load_all(_rendered(*files, **options), _LOADER) if doc]
+    return tuple(doc for doc in yaml.load_all(done.stdout, _LOADER) if doc)
 
 
 # YAML 1.1 in C where there is one: a tenth of the time.

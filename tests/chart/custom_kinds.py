@@ -40,7 +40,13 @@ ENDPOINTS: Schema = {
         "port", port=TEXT, path=TEXT, interval=TEXT, scrapeTimeout=TEXT, metricRelabelings={"type": "array"}
     ),
 }
-MONITOR = {"jobLabel": TEXT, "namespaceSelector": strict("", matchNames=TEXTS), "selector": SELECTOR}
+MONITOR = {
+    "jobLabel": TEXT,
+    "targetLabels": TEXTS,
+    "podTargetLabels": TEXTS,
+    "namespaceSelector": strict("", matchNames=TEXTS),
+    "selector": SELECTOR,
+}
 RULE = {
     "type": "object",
     "required": ["expr"],

@@ -8,6 +8,7 @@ import pytest
 
 from tests.chart.chart_support import (
     NAMESPACE,
+    ROOT,
     SCENARIOS,
     SELECTOR_KEYS,
     by_component,
@@ -220,20 +221,19 @@ def test_a_worker_goes_after_its_core(name):
 
 
 def test_queries_are_of_this_release_alone():
-    docs = scenario("keda", release="pagewire")
-    queries = [t["metadata"]["query"] for doc in of_kind(docs, "ScaledObject") for t in doc["spec"]["triggers"]]
-    patterns = {re.search(r'pod=~"([^"]+)"', query)[1] for query in queries}
-    assert all(f'namespace="{NAMESPACE}"' in query for query in queries)
-    own = ("pagewire-core-0", "pagewire-core-12", "pagewire-frontend-5d4f8c7b9-x2x4z")
-    # Of releases called pagewire-frontend, pagewire-core and pagewire-b.
-    others = (
-        "pagewire-frontend-frontend-5d4f8c7b9-x2x4z",
-        "pagewire-frontend-core-0",
-        "pagewire-core-core-0",
-        "pagewire-b-core-0",
-    )
-    assert all(any(re.fullmatch(pattern, pod) for pattern in patterns) for pod in own)
-    assert not any(re.fullmatch(pattern, pod) for pattern in patterns for pod in others)
+    """By labels that the monitors put on every series, and with metrics that are documented."""
+    documented = ROOT / "docs" / "metrics.md"
+    for docs in (scenario("keda"), scenario("everything")):
+        queries = [t["metadata"]["query"] for doc in of_kind(docs, "ScaledObject") for t in doc["spec"]["triggers"]]
+        assert len(queries) >= 3
+        for query in queries:
+            assert f'{{namespace="{NAMESPACE}",app_kubernetes_io_instance="rel"}}' in query
+            if documented.exists():
+                (metric,) = re.findall(r"pagewire_\w+", query)
+                assert f"`{metric}`" in documented.read_text()
+    for name, kind, field in (("monitoring", "ServiceMonitor", "target"), ("everything", "PodMonitor", "podTarget")):
+        (monitor,) = of_kind(scenario(name), kind)
+        assert set(monitor["spec"][f"{field}Labels"]) == SELECTOR_KEYS
 
 
 @pytest.mark.parametrize("name", ["monitoring", "everything"])
