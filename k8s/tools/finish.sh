@@ -19,8 +19,12 @@ done
 # packages named `test` may be code: hence numpy's and the like by their plural.)
 find "$PACKAGES" -depth -type d -name tests -not -path '*/torch/*' -exec rm -rf {} +
 find "$PACKAGES" -name '*.pyi' -delete
-rm -rf "$PACKAGES/torch/include" "$PACKAGES/torch/bin" "$PACKAGES/torch/share" "$VENV/include"
+rm -rf "$PACKAGES/torch/include" "$PACKAGES/torch/share" "$VENV/include"
+# torch looks for its manager of shared memory when it is imported; the rest there builds and tests.
+if [[ -d $PACKAGES/torch/bin ]]; then find "$PACKAGES/torch/bin" -type f -not -name torch_shm_manager -delete; fi
 find "$PACKAGES" -name '*.a' -delete
+# Whatever was taken out: the heaviest import still works.
+if [[ -d $PACKAGES/torch ]]; then "$VENV/bin/python" -B -c 'import torch, transformers, numba'; fi
 # Byte code: a read-only root could never keep it, and imports are what a start waits for. By hash and unchecked, so
 # that it depends on the source's text alone. transformers' models are left out: thousands of files, a few of which
 # one process imports. So are torch's own tests, some of which are in the language of a newer Python.

@@ -1,12 +1,14 @@
 """Turns what `helm template` prints into what `podman kube play` (4.3) knows, and touches nothing else.
 
 A Deployment or StatefulSet becomes its pods; a Service becomes names of the pods that it selects, on podman's network,
-as cluster DNS would answer: <service>.<namespace>.svc.<domain>, and <pod>.<service>... for a StatefulSet's. Three
+as cluster DNS would answer: <service>.<namespace>.svc.<domain>, and <pod>.<service>... for a StatefulSet's. Four
 things in a pod change, because podman 4.3 does not have them:
 
 - probes are dropped: it knows no gRPC probes, and fires others only where systemd has timers;
 - $(VARIABLE) in commands, arguments and variables is expanded, as the kubelet does;
-- ports that are asked for are published, on the loopback interface.
+- annotations of more than 63 characters are dropped: it takes that for Kubernetes' limit, which it is for labels;
+- of a container's ports those that are asked for are left, published on the loopback interface: the others say
+  nothing to a pod's network, and podman would publish them on all interfaces.
 
 What speaks to a cluster only (policies, budgets, scaling, accounts, custom kinds) has nobody to read it and is left out
 by name; a kind that is not known here is an error. Pure functions; play.py runs podman.
@@ -38,6 +40,7 @@ LEFT_OUT = (
     "ServiceMonitor",
 )
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+_MAX_ANNOTATION = 63
 _REFERENCE = re.compile(r"\$(\$|\(([A-Za-z_][\w.-]*)\))")
 
 
@@ -149,14 +152,21 @@ def _check_ports(service: Object, pod: Object) -> None:
 def playable(pod: Object, publish: Iterable[Published] = ()) -> Object:
     """The pod with what podman 4.3 can't do taken out or done here."""
     pod = copy.deepcopy(pod)
+    annotations = pod["metadata"].get("annotations", {})
+    for key in [key for key, value in annotations.items() if len(value) > _MAX_ANNOTATION]:
+        del annotations[key]
     for container in [*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]]:
         for probe in PROBES:
             container.pop(probe, None)
         _expand_container(container, pod)
-        for port in container.get("ports", ()):
-            for wanted in publish:
-                if wanted.container_port == port["containerPort"]:
-                    port.update(hostIP="127.0.0.1", hostPort=wanted.host_port)
+        ports = {port["containerPort"]: port for port in container.pop("ports", ())}
+        published = [
+            {**ports[wanted.container_port], "hostIP": "127.0.0.1", "hostPort": wanted.host_port}
+            for wanted in publish
+            if wanted.container_port in ports
+        ]
+        if published:
+            container["ports"] = published
     return pod
 
 

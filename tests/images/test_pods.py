@@ -83,21 +83,23 @@ def test_a_service_that_maps_ports_is_refused():
     plan([workload("Deployment"), service("web", LABELS, target=50052)])
 
 
-def test_the_pod_changes_in_three_ways_only():
-    """Probes go, variables are filled in, ports are published on the loopback interface."""
-    before = {"metadata": {"name": "demo-core-0"}, "spec": copy.deepcopy(POD_SPEC)}
+def test_the_pod_changes_in_four_ways_only():
+    """Probes and long annotations go, variables are filled in, ports are published on the loopback interface."""
+    metadata = {"name": "demo-core-0", "annotations": {"short": "a" * 63, "checksum/settings": "b" * 64}}
+    before = {"metadata": metadata, "spec": copy.deepcopy(POD_SPEC)}
     untouched = copy.deepcopy(before)
     after = playable(before, [Published("demo-core-0", 50052, 40000)])
     assert before == untouched
     container, expected = after["spec"]["containers"][0], untouched["spec"]["containers"][0]
     assert container["args"] == ["--worker=worker-of-demo-core-0.svc", "--literal=$(POD_NAME)", "--unknown=$(OTHER)"]
     assert container["env"][1] == {"name": "ATTRIBUTES", "value": "pod=demo-core-0"}
-    grpc, health = container["ports"]
+    [grpc] = container["ports"]
     assert grpc == {"name": "grpc", "containerPort": 50052, "hostIP": "127.0.0.1", "hostPort": 40000}
-    assert health == {"name": "health", "containerPort": 50062}
+    assert "ports" not in playable(before)["spec"]["containers"][0]
     for key in ("args", "ports", "env"):
         container[key] = expected[key]
     expected.pop("livenessProbe")
+    untouched["metadata"]["annotations"].pop("checksum/settings")
     assert after == untouched
 
 
