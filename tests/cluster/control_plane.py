@@ -173,8 +173,8 @@ class ControlPlane:
         self.kubelet = FakeKubelet(self.api)
 
     def _spawn(self, name: str, *command: str) -> None:
-        log = (self._folder / f"{name}.log").open("wb")
-        self._processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=self._folder))
+        with (self._folder / f"{name}.log").open("wb") as log:
+            self._processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=self._folder))
 
     def start(self) -> None:
         """All of it, until the node is there. Raises AssertionError with the log of what did not come up."""
