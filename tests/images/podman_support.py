@@ -32,7 +32,8 @@ def version() -> str:
 def image(target: str) -> str:
     """A built image's name; an error that says what to do where there is none."""
     name = f"localhost/pagewire-{target}:{version()}"
-    assert play.podman("images", "--quiet", name).strip(), f"{name} is not there: run `make images`"
+    done = subprocess.run(["podman", "image", "exists", name], env=play.environment(), timeout=300, check=False)
+    assert done.returncode == 0, f"{name} is not there: run `make images`"
     return name
 
 
