@@ -66,16 +66,23 @@ def up(first: list[Object], plays: list[Play], network: str) -> None:
             start(play, network)
 
 
-def stop(play: Play) -> None:
-    """Ends a pod as the kubelet does: SIGTERM, and SIGKILL when its grace period is over. It can be started again."""
-    podman("pod", "stop", "--time", str(play.grace_s), play.name, timeout_s=play.grace_s + 60)
+def stop(play: Play, grace_s: int | None = None) -> None:
+    """Ends a pod as the kubelet does: SIGTERM, and SIGKILL when its grace period is over. It can be started again.
+
+    Its containers first: `pod stop` would take the network away from them at once, and with it what they drain.
+    """
+    seconds = play.grace_s if grace_s is None else grace_s
+    for container in play.pod["spec"]["containers"]:
+        name = f"{play.name}-{container['name']}"
+        podman("stop", "--ignore", "--time", str(seconds), name, timeout_s=seconds + 60)
+    podman("pod", "stop", "--ignore", play.name)
 
 
 def down(first: list[Object], plays: list[Play], network: str, *, grace_s: int | None = None) -> None:
     """Removes the pods, in the order of requests, then what they used. What is not there is fine."""
     for play in plays:
         seconds = play.grace_s if grace_s is None else grace_s
-        podman("pod", "stop", "--ignore", "--time", str(seconds), play.name, check=False, timeout_s=seconds + 60)
+        stop(play, seconds)
         podman("pod", "rm", "--ignore", "--force", play.name, check=False)
     for found in first:
         kind = "secret" if found["kind"] == "Secret" else "volume"
