@@ -17,11 +17,14 @@ LABELS = {
     "pagewire-q8_0": "Pagewire Q8_0 file, one process",
     "pagewire-served": "Pagewire bf16, three processes",
     "pagewire-served-256": "Pagewire bf16, three processes, steps of at most 256 tokens",
+    "pagewire-traced-1-served": "Pagewire bf16, three processes, 1 % of requests traced",
+    "pagewire-traced-100-served": "Pagewire bf16, three processes, all requests traced",
     "vllm": "vLLM CPU bf16, offline",
     "vllm-served": "vLLM CPU bf16, its OpenAI server",
     "llama-bf16": "llama.cpp bf16",
     "llama-q4_1": "llama.cpp Q4_1 file",
 }
+TRACE_RATIOS = {"pagewire-traced-1-served": 0.01, "pagewire-traced-100-served": 1.0}
 PEER_OF = {"vllm": "vllm", "vllm-served": "vllm", "llama-bf16": "llama", "llama-q4_1": "llama"}
 
 
@@ -58,7 +61,8 @@ def start_served(name: str) -> Served:
     if name == "vllm-served":
         return ServedVllm(name, VLLM_PYTHON, CHECKPOINT, vllm_env())
     flags = ["--max-num-batched-tokens=256"] if name == "pagewire-served-256" else []
-    return ServedPagewire(name, str(CHECKPOINT), "--dtype=bfloat16", f"--kv-cache-memory={KV_CACHE_BYTES}", *flags)
+    flags += ["--dtype=bfloat16", f"--kv-cache-memory={KV_CACHE_BYTES}"]
+    return ServedPagewire(name, str(CHECKPOINT), *flags, trace_ratio=TRACE_RATIOS.get(name))
 
 
 def is_installed(peer: str) -> bool:

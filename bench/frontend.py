@@ -1,13 +1,14 @@
 """Frontend CPU time per token: on real processes with the gRPC write, and of the text work alone.
 
-    python bench/frontend.py [--json] [--model smollm2] [--streams 64] [--tokens 256] [--runs 7]
+    python bench/frontend.py [--json] [--model smollm2] [--streams 64] [--tokens 256] [--runs 7] [--metrics]
 
 Real processes (frontend_load.py), and a gRPC server that does nothing but send (bare_server.py), in turn: a core that
 says a fixed text at a fixed pace without a model, the frontend, and one client with 64 or 16 streams, of `--tokens`
 tokens each; the CPU time is all of the frontend's, with the reading from the core and the start of the requests. Text
 work alone: step outputs made beforehand are fed to the output processor as a core would send them, one message per
 step with one token for every stream: detokenize, look for stop strings, assemble and take deltas. Prints microseconds
-per token: median and range over the runs.
+per token: median and range over the runs. With --metrics only the real processes run, without and with the frontend's
+metrics on, in turns.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import statistics
 import time
 
 import numpy as np
-from frontend_load import TEXT, load_tokenizer_files, measure_bare, measure_processes
+from frontend_load import TEXT, load_tokenizer_files, measure_bare, measure_processes, measure_variants
 
 from frontend_svc.output_processor import OutputProcessor
 from frontend_svc.outputs import OutputKind
@@ -75,6 +76,17 @@ def measure(tokenizer: Tokenizer, steps: list[StepOutputs], params: SamplingPara
     return elapsed / (num_streams * len(steps)) * 1e6
 
 
+def compare_metrics(model: str, num_tokens: int, runs: int) -> None:
+    """Prints CPU time per token of two frontends at one core, without and with metrics, in turns."""
+    flags = ((), ("--metrics-port=0", "--metrics-host=127.0.0.1"))
+    for num_streams, step_s in PACES.items():
+        found = measure_variants(model, num_streams, num_tokens, step_s, runs, flags)
+        for name, loads in zip(("without", "with"), found, strict=True):
+            values = [load.frontend_us for load in loads]
+            spread = f"({min(values):.2f} to {max(values):.2f})"
+            print(f"  {num_streams} streams, {name} metrics: {statistics.median(values):.2f} us {spread}", flush=True)
+
+
 def main() -> None:
     """Runs all cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -83,7 +95,11 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64, help="concurrent streams")
     parser.add_argument("--tokens", type=int, default=256, help="tokens per stream")
     parser.add_argument("--runs", type=int, default=7, help="measured runs per case, after one to warm up")
+    parser.add_argument("--metrics", action="store_true", help="real processes without and with metrics, in turns")
     args = parser.parse_args()
+    if args.metrics:
+        compare_metrics(args.model, args.tokens, args.runs)
+        return
     tokenizer = Tokenizer(load_tokenizer_files(args.model))
     steps = make_steps(tokenizer, args.streams, args.tokens)
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -168,23 +168,29 @@ def _cpu_s(process: psutil.Process) -> float:
 
 def measure_processes(model: str, num_streams: int, num_tokens: int, step_s: float, runs: int) -> list[Load]:
     """`runs` measurements after a short one to warm up."""
+    (found,) = measure_variants(model, num_streams, num_tokens, step_s, runs, [()])
+    return found
+
+
+def measure_variants(
+    model: str, num_streams: int, num_tokens: int, step_s: float, runs: int, variants: Sequence[Sequence[str]]
+) -> list[list[Load]]:
+    """`runs` measurements of a frontend for each set of flags, in turns, after a short one each to warm up."""
     me = str(Path(__file__))
-    found = []
-    with (
-        _process(me, "core", f"--model={model}", f"--step-s={step_s}") as (core, core_address),
-        _process("-m", "frontend_svc", "--port=0", "--log-level=warning", f"--core={core_address}") as (
-            frontend,
-            target,
-        ),
-    ):
+    found: list[list[Load]] = [[] for _ in variants]
+    with ExitStack() as processes:
+        core, core_address = processes.enter_context(_process(me, "core", f"--model={model}", f"--step-s={step_s}"))
+        command = ("-m", "frontend_svc", "--port=0", "--log-level=warning", f"--core={core_address}")
+        frontends = [processes.enter_context(_process(*command, *flags)) for flags in variants]
         for count in [max(2, num_tokens // 8), *[num_tokens] * runs]:
-            before = _cpu_s(frontend), _cpu_s(core)
-            command = [sys.executable, me, "client", target, str(num_streams), str(count)]
-            done = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-            used = _cpu_s(frontend) - before[0], _cpu_s(core) - before[1]
-            per_token = [1e6 * seconds / done["num_tokens"] for seconds in used]
-            found.append(Load(*per_token, done["num_messages"] / done["num_tokens"], done["gap_ms"]))
-    return found[1:]
+            for loads, (frontend, target) in zip(found, frontends, strict=True):
+                before = _cpu_s(frontend), _cpu_s(core)
+                client = [sys.executable, me, "client", target, str(num_streams), str(count)]
+                done = json.loads(subprocess.run(client, check=True, stdout=subprocess.PIPE, text=True).stdout)
+                used = _cpu_s(frontend) - before[0], _cpu_s(core) - before[1]
+                per_token = [1e6 * seconds / done["num_tokens"] for seconds in used]
+                loads.append(Load(*per_token, done["num_messages"] / done["num_tokens"], done["gap_ms"]))
+    return [loads[1:] for loads in found]
 
 
 def measure_bare(num_streams: int, num_tokens: int, step_s: float, runs: int) -> list[float]:

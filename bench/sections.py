@@ -12,6 +12,7 @@ from typing import Any
 
 from bench.clients import Load
 from bench.context import Context
+from bench.deployments import TRACE_RATIOS
 from bench.process_group import ROOT
 from bench.sides import Run
 from bench.statistic import percentile
@@ -134,6 +135,22 @@ def clients(context: Context) -> None:
         context.compare(f"clients/{key}", f"{what}, {title}", pairs, values)
 
 
+def tracing(context: Context) -> None:
+    """What traces cost: bench/tracing.py for a core, and served throughput with none, 1 % and all requests traced."""
+    for figure in _script(context, "tracing", "-m", "bench.tracing", "--json"):
+        name, values = str(figure["name"]), figure["values"]
+        context.recorder.add(f"tracing/{name.partition('traces ')[2]}", name, str(figure["unit"]), values)
+    names = ["pagewire-served", *TRACE_RATIOS]
+    workload = load("batch", context.limit)
+    context.warm_up(names, workload)
+    runs = {name: (lambda name=name: context.served(name).load(workload, NUM_CLIENTS)) for name in names}
+    passes = context.passes(runs, context.repeats + 2)
+    rates = {name: [seen.tokens_per_s for seen in loads] for name, loads in passes.results.items()}
+    what = f"{NUM_CLIENTS} clients, traces"
+    context.report("tracing", what, "tok/s", rates, passes.errors)
+    context.compare("tracing", what, [(name, "pagewire-served") for name in TRACE_RATIOS], rates)
+
+
 def wire(context: Context) -> None:
     """What the split into processes costs one stream: time between tokens, served less in one process."""
     workload = load("single_stream")
@@ -235,12 +252,12 @@ def perplexity(context: Context) -> None:
 def _script(context: Context, key: str, *command: str) -> list[dict[str, Any]]:
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=540)
     if done.returncode:
-        context.recorder.fail(key, command[0], done.stderr.strip().rpartition("\n")[2])
+        context.recorder.fail(key, command[-2], done.stderr.strip().rpartition("\n")[2])
         return []
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 SECTIONS: dict[str, Callable[[Context], None]] = {
     section.__name__: section
-    for section in (single, steps, batch, shared, clients, wire, memory, cold, scheduler, frontend, perplexity)
+    for section in (single, steps, batch, shared, clients, wire, memory, cold, scheduler, tracing, frontend, perplexity)
 }

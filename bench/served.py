@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bench.clients import Load, openai_load, pagewire_load
 from bench.process_group import ProcessGroup, SideError
+from bench.trace_sink import TraceSink
 from bench.workloads import Workload, load
 
 START_TIMEOUT_S = 400
@@ -54,15 +55,29 @@ class Served(ProcessGroup):
 
 
 class ServedPagewire(Served):
-    """`pagewire serve`: frontend, core and worker."""
+    """`pagewire serve`: frontend, core and worker; trace_ratio is the share of requests that is traced, None: off."""
 
-    def __init__(self, name: str, model: str, *flags: str) -> None:
+    def __init__(self, name: str, model: str, *flags: str, trace_ratio: float | None = None) -> None:
         self._port = free_port()
+        self._sink = TraceSink() if trace_ratio is not None else None
+        env: dict[str, str] = {}
+        if self._sink is not None:
+            env = {
+                "OTEL_EXPORTER_OTLP_ENDPOINT": self._sink.endpoint,
+                "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+            }
+            env["OTEL_TRACES_SAMPLER_ARG"] = str(trace_ratio)
         command = [sys.executable, "-m", "pagewire.cli", "serve", f"--model={model}", f"--port={self._port}"]
-        super().__init__(name, [*command, "--no-demo", *flags])
+        super().__init__(name, [*command, "--no-demo", *flags], env)
 
     def is_listening(self) -> bool:
         return bool(self._core()) and is_open(self._port)
+
+    def close(self) -> None:
+        super().close()
+        if self._sink is not None:
+            self._sink.close()
+            self._sink = None
 
     def _core(self) -> str:
         """The core's address, which is printed when everything is up."""

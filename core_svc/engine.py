@@ -33,11 +33,7 @@ from core_svc.scheduler import Scheduler
 from core_svc.step_log import log_step
 from core_svc.utilities import Utilities
 from core_svc.validation import limits_of
-from pagewire.engine import (
-    AbortReason,
-    ModelInfo,
-    StepOutputs,
-)
+from pagewire.engine import AbortReason, GetStats, ModelInfo, StepOutputs
 from pagewire.errors import (
     FailedPreconditionError,
     PagewireError,
@@ -79,7 +75,7 @@ class EngineCore(EngineCalls):
         self._observers = observers
         self._records: list[StepRecord] = []
         self._publish_ns = 0
-        self.scheduler.journal.is_on = bool(observers)
+        self.scheduler.journal.is_on = any(getattr(observer, "needs_events", True) for observer in observers)
 
     # --- the loop ---
 
@@ -153,11 +149,11 @@ class EngineCore(EngineCalls):
         """Deals with messages and deadlines; returns what is in flight then.
 
         Commands run between steps, and what is said of the worker is about the step that it has: before both, the step
-        in flight is committed.
+        in flight is committed. A look at the numbers changes nothing and waits for nothing.
         """
         self._received.extend(self._inbox.take())
         while self._received:
-            if isinstance(self._received[0], Utility | ExecutorLost | ResumeWith):
+            if _needs_commit(self._received[0]):
                 in_flight = self._update(in_flight, None)
                 self._publish()
             self._handle(self._received[0])
@@ -341,3 +337,9 @@ class EngineCore(EngineCalls):
             enable_caching=config.enable_prefix_caching,
             is_recording_events=self._on_kv_events is not None,
         )
+
+
+def _needs_commit(message: Message) -> bool:
+    if isinstance(message, Utility):
+        return not isinstance(message.command, GetStats)
+    return isinstance(message, ExecutorLost | ResumeWith)

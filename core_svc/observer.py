@@ -76,7 +76,11 @@ class StepRecord:
 
 
 class EngineObserver(Protocol):
-    """Watches an engine from the engine's thread; must neither block nor raise."""
+    """Watches an engine from the engine's thread; must neither block nor raise.
+
+    The journal of events is kept where any observer needs it: one that does not sets its attribute `needs_events` to
+    False.
+    """
 
     def begin_step(self, step: ScheduledStep) -> TraceContext | None:
         """Called before a step is handed to the worker. Returns the trace that the worker's part belongs to, if any."""

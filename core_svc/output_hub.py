@@ -22,6 +22,7 @@ class OutputStream:
         self.session = session
         self.wake = asyncio.Event()
         self.is_heartbeat_due = False
+        self.last_stats: CoreStats | None = None
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def end(self, error: BaseException) -> None:
@@ -57,7 +58,6 @@ class OutputHub:
         self.on_dropped = on_dropped
         self._sessions: dict[str, FrontendSession] = {}
         self._is_wake_scheduled = False
-        self._last_stats: CoreStats | None = None
         self._on_wake: list[Callable[[], None]] = []
 
     def publish(self, incarnation: str, outputs: StepOutputs) -> None:
@@ -123,13 +123,13 @@ class OutputHub:
         return session is not None and session.stream is not None and session.buffer.knows_all(request_ids)
 
     def send_stats(self, step: int, stats: CoreStats) -> None:
-        """Sends numbers to one frontend, where they have changed."""
+        """Sends numbers to every frontend, which balance by them; only where they have changed, or it is new."""
         stats = replace(stats, num_frontends=self.num_open)
-        stream = next((s.stream for s in self._sessions.values() if s.stream is not None), None)
-        if stream is not None and stats != self._last_stats:
-            self._last_stats = stats
-            stream.session.buffer.append(empty_outputs(step, stats))
-            stream.wake.set()
+        for session in self._sessions.values():
+            if (stream := session.stream) is not None and stream.last_stats != stats:
+                stream.last_stats = stats
+                session.buffer.append(empty_outputs(step, stats))
+                stream.wake.set()
 
     def send_heartbeats(self) -> None:
         """Asks every open stream for a heartbeat."""
@@ -149,8 +149,8 @@ class OutputHub:
 
     @property
     def num_open(self) -> int:
-        """Frontends with an open stream."""
-        return sum(session.stream is not None for session in self._sessions.values())
+        """Frontends with an open stream. Any thread."""
+        return sum(session.stream is not None for session in list(self._sessions.values()))
 
     @property
     def has_unsent(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 from core_svc.request import Request, RequestStatus
 
@@ -21,13 +22,25 @@ class RequestQueue:
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
         self._num_ended = 0
+        self.num_aside = 0
+        """Those that stepped aside when the scheduler looked at them last: another request computes their prefix."""
 
     def __len__(self) -> int:
         return len(self._heap) - self._num_ended
 
+    def entries(self) -> list[_Entry]:
+        """All entries, the ended ones too, in no order; a copy, for readers on other threads."""
+        return self._heap.copy()
+
     def push(self, request: Request) -> None:
         """Adds a request. Orders are unique, they end in the arrival's sequence number."""
         heapq.heappush(self._heap, (request.order, request))
+
+    def put_back(self, aside: Sequence[Request]) -> None:
+        """Adds those that stepped aside, and notes how many."""
+        self.num_aside = len(aside)
+        for request in aside:
+            self.push(request)
 
     def peek(self) -> Request | None:
         """The next request, or None."""

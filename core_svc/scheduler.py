@@ -282,8 +282,7 @@ class Scheduler:
             numbers.append((num_new, num_computed, len(request_blocks)))
             block_ids += request_blocks
             budget -= num_new
-        for request in aside:
-            self.waiting.push(request)
+        self.waiting.put_back(aside)
         if admitted:
             self._admit(builder, admitted, np.array(numbers, np.int32), block_ids)
         return budget

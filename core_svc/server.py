@@ -13,12 +13,14 @@ from typing import Any, TypeVar
 import grpc.aio
 
 from core_svc import wire
+from core_svc.detailed_stats import DetailedStats
 from core_svc.engine import EngineCore
 from core_svc.execute_client import Progress
 from core_svc.kv_event_log import KvEventLog
 from core_svc.output_hub import OutputHub, OutputStream
+from core_svc.recent_steps import RecentSteps
 from core_svc.watchdog import step_age_ms
-from pagewire.engine import AbortReason, CoreStats, EngineInfo
+from pagewire.engine import AbortReason, CommandResult, CoreStats, EngineInfo, GetStats
 from pagewire.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError, violation
 from pagewire.types_wire import PROTOCOL_VERSION, protocol_versions, tokenizer_chunks
 from pagewire.v1 import core_pb2, core_pb2_grpc
@@ -41,6 +43,9 @@ class Serving:
     info: EngineInfo
     tokenizer_files: Mapping[str, bytes]
     progress: Progress
+    recent_steps: RecentSteps | None = None
+    """The engine's, for live views."""
+    worker_target: str = ""
 
 
 async def _result(future: Future[T]) -> T:
@@ -60,8 +65,19 @@ class EngineCoreServicer(core_pb2_grpc.EngineCoreServiceServicer):
         self._kv_appended = asyncio.Event()
         hub.add_wake_listener(self._wake_kv_readers)
         hub.on_dropped = self._on_dropped
-        self.serving: Serving | None = None
+        self._serving: Serving | None = None
+        self._stats: DetailedStats | None = None
         self.unavailable: str = "the core is loading its model"
+
+    @property
+    def serving(self) -> Serving | None:
+        """What is served; None until the model is loaded."""
+        return self._serving
+
+    @serving.setter
+    def serving(self, serving: Serving) -> None:
+        self._serving = serving
+        self._stats = DetailedStats(serving.engine, serving.info, serving.recent_steps, serving.worker_target)
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers the service."""
@@ -111,8 +127,12 @@ class EngineCoreServicer(core_pb2_grpc.EngineCoreServiceServicer):
 
     async def Utility(self, request: core_pb2.UtilityRequest, context: Context) -> core_pb2.UtilityResponse:
         """One of the list."""
-        command = wire.command_from_proto(request)
-        result = await _result(self._require_engine().utility(command))
+        command, engine = wire.command_from_proto(request), self._require_engine()
+        result: CommandResult
+        if isinstance(command, GetStats) and command.detail is not None and self._stats is not None:
+            result = await self._stats.answer(command.detail, self.unavailable)
+        else:
+            result = await _result(engine.utility(command))
         if isinstance(result, CoreStats):
             result = replace(result, num_frontends=self._hub.num_open)
         return wire.command_result_to_proto(command, result)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from core_svc.config import POLICIES, EngineConfig
 from core_svc.executor import CacheSpec, ModelSpec
 from core_svc.logprob_room import BYTES_PER_CANDIDATE
+from core_svc.trace_observer import DEFAULT_STEP_INTERVAL
 from pagewire.runtime.settings import CommonSettings, parse_bytes, setting
 
 _DTYPES = ("", "float32", "bfloat16", "float16")
@@ -46,6 +47,12 @@ class CoreSettings(CommonSettings):
         True, help="plan the next step while one runs, so that the worker never waits; output is the same"
     )
     log_requests: bool = setting(False, help="log one line per request and step")
+    trace_step_interval: int = setting(
+        DEFAULT_STEP_INTERVAL,
+        help="a traced request has its first so many steps traced, and then every one of so many; 1 traces all",
+        low=1,
+        metavar="STEPS",
+    )
     startup_timeout_s: float = setting(
         600.0, help="seconds that worker and model get at start-up", low=0.1, metavar="SECONDS"
     )

@@ -13,8 +13,11 @@ from core_svc.config import EngineConfig
 from core_svc.engine import EngineCore
 from core_svc.kv_event_log import KvEventLog
 from core_svc.output_hub import OutputHub
+from core_svc.process_metrics import CoreMetrics
+from core_svc.recent_steps import RecentSteps
 from core_svc.server import SERVICE_NAME, EngineCoreServicer, Serving
 from core_svc.settings import CoreSettings
+from core_svc.trace_observer import TraceObserver
 from core_svc.watchdog import StepWatchdog
 from core_svc.worker_client import GrpcExecutor
 from core_svc.worker_link import Connection, WorkerLink, explain
@@ -23,6 +26,7 @@ from pagewire.errors import FailedPreconditionError, PagewireError, UnavailableE
 from pagewire.runtime.lifetime import new_incarnation
 from pagewire.runtime.logs import set_incarnation
 from pagewire.runtime.server import GrpcServer
+from pagewire.runtime.tracing import start_tracing, stop_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +45,17 @@ class CoreProcess:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self.incarnation = new_incarnation()
+        self._tracer = start_tracing("core", self.incarnation)
         set_incarnation(self.incarnation)
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """Gets the error that no reconnect can mend."""
-        self._server = GrpcServer.for_settings(SERVICE_NAME, settings)
+        self._metrics = CoreMetrics(
+            settings,
+            self.incarnation,
+            is_ready=lambda: self._server.is_ready,
+            num_frontends=lambda: self._hub.num_open,
+        )
+        self._server = GrpcServer.for_settings(SERVICE_NAME, settings, self._metrics.interceptors)
         self._hub = OutputHub(lease_s=settings.lease_ms / 1000, max_buffer_bytes=settings.output_buffer_bytes)
         self._kv_log = KvEventLog(notify=self._hub.wake_soon)
         self._servicer = EngineCoreServicer(self.incarnation, self._hub, self._kv_log)
@@ -53,16 +64,20 @@ class CoreProcess:
             settings.worker,
             self.incarnation,
             on_lost=lambda error: self._soon(self._on_worker_lost, error),
+            on_ending=lambda: self._soon(self._on_worker_ending, self._num_losses),
             tls=settings.tls,
             silence_s=settings.worker_silence_s,
             max_message_bytes=settings.max_message_bytes,
+            metrics=self._metrics.client,
         )
         self._link = WorkerLink(self._executor, settings.worker, settings.model_spec(), settings.cache_spec())
+        self._recent_steps = RecentSteps()
         self._watchdog = StepWatchdog(settings.step_limit_s)
         self._connection: Connection | None = None
         self._engine: EngineCore | None = None
         self._engine_thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_ending = False
         self._is_stopping = False
         self._is_stalled = False
         self._num_losses = 0
@@ -78,12 +93,14 @@ class CoreProcess:
 
     async def start(self) -> None:
         """Listens: alive, not ready."""
+        self._metrics.start()
         await self._server.start()
 
     async def connect(self) -> None:
         """Waits for the worker, loads the model, starts the engine and becomes ready."""
         connection = await self._connect_to_worker(0, self._settings.startup_timeout_s)
         config = self._settings.engine_config()
+        tracing = self._trace_observer()
         engine = EngineCore(
             self._executor,
             connection.model,
@@ -92,7 +109,11 @@ class CoreProcess:
             self._hub.publish,
             on_kv_events=self._kv_log.append,
             epoch=connection.epoch,
+            observers=[self._recent_steps, *self._metrics.observers, *([tracing] if tracing is not None else [])],
         )
+        self._metrics.watch(engine)
+        if tracing is not None:
+            tracing.watch(engine.scheduler)
         self._connection, self._engine = connection, engine
         self._set_serving(config)
         self._engine_thread = threading.Thread(target=self._run_engine, args=(engine,), name="engine", daemon=True)
@@ -102,7 +123,13 @@ class CoreProcess:
 
     async def lame_duck(self) -> None:
         """Not ready, but still taking requests: frontends and their balancers get time to hear of it."""
+        self._is_ending = True
         await self._server.lame_duck(self._settings.lame_duck_s)
+
+    def _trace_observer(self) -> TraceObserver | None:
+        if self._tracer is None:
+            return None
+        return TraceObserver(self._tracer, self._settings.trace_step_interval)
 
     async def stop(self, drain_s: float) -> None:
         """Refuses new requests, lets running ones end for `drain_s`, aborts the rest, delivers, and lets go."""
@@ -127,6 +154,8 @@ class CoreProcess:
         self._hub.end_all(UnavailableError(why))
         await self._server.drain(1.0)
         await self._in_thread(self._executor.shutdown)
+        await stop_tracing(self._tracer)
+        await self._in_thread(self._metrics.close)
 
     def _set_serving(self, config: EngineConfig) -> None:
         assert self._connection is not None and self._engine is not None
@@ -151,7 +180,14 @@ class CoreProcess:
             lease_ms=settings.lease_ms,
             heartbeat_interval_ms=settings.heartbeat_interval_ms,
         )
-        self._servicer.serving = Serving(self._engine, info, connection.tokenizer_files, self._executor.progress)
+        self._servicer.serving = Serving(
+            self._engine,
+            info,
+            connection.tokenizer_files,
+            self._executor.progress,
+            self._recent_steps,
+            settings.worker,
+        )
 
     def _run_engine(self, engine: EngineCore) -> None:
         try:
@@ -163,6 +199,7 @@ class CoreProcess:
 
     def _on_worker_lost(self, error: PagewireError) -> None:
         self._num_losses += 1
+        self._metrics.worker.lost()
         if self._is_stopping or self._engine is None:
             return
         logger.error("the worker is lost: %s", error.message)
@@ -174,6 +211,20 @@ class CoreProcess:
             self._reconnect = self._spawn(self._reconnect_worker())
         self._update_readiness()
 
+    def _on_worker_ending(self, num_losses: int) -> None:
+        """The worker is to shut down and this core is not: what runs can end well, if nothing new comes."""
+
+        async def refuse_new() -> None:
+            # As long as the lame duck of our own: where all get their signal at once, ours may come a little later.
+            await asyncio.sleep(self._settings.lame_duck_s)
+            if num_losses == self._num_losses and not self._is_ending and not self._is_stopping:
+                self._servicer.unavailable = "the worker is shutting down"
+                self._update_readiness()
+
+        if self._engine is not None:
+            logger.info("the worker shuts down: it gets no new requests after %g s", self._settings.lame_duck_s)
+            self._spawn(refuse_new())
+
     async def _connect_to_worker(self, after_epoch: int, timeout_s: float | None) -> Connection:
         while True:
             num_losses = self._num_losses
@@ -182,6 +233,7 @@ class CoreProcess:
             )
             # A loss between the opening of the stream and here was reported to nobody who acts on it.
             if num_losses == self._num_losses:
+                self._metrics.worker.connected(connection.worker_incarnation)
                 return connection
             after_epoch = connection.epoch
 

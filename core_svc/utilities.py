@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core_svc.executor import CacheSpec
 from core_svc.inbox import Utility, reject, resolve
+from core_svc.live_view import detail_of
 from core_svc.scheduler import PauseState
 from pagewire.engine import (
     AbortReason,
@@ -97,8 +99,9 @@ class Utilities:
                 return self._sleep(level)
             case WakeUp():
                 return self._wake_up()
-            case GetStats():
-                return self._engine.stats()
+            case GetStats(detail):
+                stats = self._engine.stats()
+                return stats if detail is None else replace(stats, detail=detail_of(self._engine.scheduler, detail))
             case Profile(start):
                 return self._engine.call_executor(lambda executor: executor.profile(start))
 

@@ -30,6 +30,7 @@ from pagewire.engine import (
 )
 from pagewire.errors import InvalidArgumentError, UnimplementedError, violation
 from pagewire.sampling_wire import sampling_params_from_proto
+from pagewire.stats import DetailWanted
 from pagewire.types_wire import (
     adapter_from_proto,
     adapter_to_proto,
@@ -219,13 +220,17 @@ def command_from_proto(message: core_pb2.UtilityRequest) -> Command:
         case "wake_up":
             return WakeUp()
         case "stats":
-            return GetStats()
+            return GetStats(_detail_wanted(message.stats.detail) if message.stats.HasField("detail") else None)
         case "profile":
             return Profile(message.profile.start)
         case None:
             raise InvalidArgumentError([violation("command", "unset", "must be set")])
         case _:
             raise UnimplementedError(f"command {name} is not served by this build")
+
+
+def _detail_wanted(message: core_pb2.UtilityRequest.Stats.Detail) -> DetailWanted:
+    return DetailWanted(message.max_requests, message.max_steps, message.max_blocks)
 
 
 def _pause_mode(mode: int) -> PauseMode:

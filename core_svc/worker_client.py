@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -10,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from core_svc.execute_client import ExecuteStream, Progress
 from core_svc.executor import CacheInfo, CacheSpec, ModelSpec
@@ -29,6 +31,8 @@ from pagewire.errors import (
     UnavailableError,
 )
 from pagewire.plan import StepPlan, StepResult
+from pagewire.runtime.health import READINESS
+from pagewire.runtime.rpc_metrics import RpcClientMetrics
 from pagewire.runtime.status import from_rpc_error
 from pagewire.runtime.transport import MAX_MESSAGE_BYTES, TlsConfig, sync_channel
 from pagewire.types_wire import PROTOCOL_VERSION, TokenizerAssembler, model_info_from_proto, protocol_versions
@@ -57,6 +61,8 @@ class GrpcExecutor:
     `handshake` comes first, and again after a loss: it makes a new channel and takes the worker from every other core.
     `on_lost` is called when the Execute stream ends or a command finds no worker, on a thread of its own or the
     caller's, before the step's future fails; it may be called twice for one loss.
+    `on_ending`, on a thread of its own: the worker says by grpc.health.v1 that it is not ready any more. It has been
+    told to shut down, and goes on for as long as work comes.
     Frozen workers: no result and no heartbeat for `silence_s` while a step runs counts as a loss.
     """
 
@@ -66,18 +72,22 @@ class GrpcExecutor:
         core_incarnation: str,
         *,
         on_lost: Callable[[PagewireError], None] = lambda error: None,
+        on_ending: Callable[[], None] = lambda: None,
         tls: TlsConfig | None = None,
         silence_s: float = 4.0,
         command_timeout_s: float = 300.0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        metrics: RpcClientMetrics | None = None,
     ) -> None:
         self._target = target
         self._core_incarnation = core_incarnation
         self._on_lost = on_lost
+        self._on_ending = on_ending
         self._tls = tls
         self._silence_s = silence_s
         self._command_timeout_s = command_timeout_s
         self._max_message_bytes = max_message_bytes
+        self._metrics = metrics
         self._channel: grpc.Channel | None = None
         self._stub: worker_pb2_grpc.WorkerServiceStub | None = None
         self._stream: ExecuteStream | None = None
@@ -97,7 +107,8 @@ class GrpcExecutor:
                 raise UnavailableError("the core shuts down")
             # A new channel has no reconnect backoff of an old failure to wait for.
             self._channel = sync_channel(self._target, self._tls, max_message_bytes=self._max_message_bytes)
-            self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+            channel = self._channel if self._metrics is None else self._metrics.sync(self._channel)
+            self._stub = worker_pb2_grpc.WorkerServiceStub(channel)
         request = worker_pb2.WorkerServiceHandshakeRequest(
             core_incarnation=self._core_incarnation, protocol_versions=protocol_versions()
         )
@@ -112,7 +123,19 @@ class GrpcExecutor:
             )
         if response.world_size > 1:
             raise FailedPreconditionError(f"the worker is one of {response.world_size} ranks: not served by this build")
+        threading.Thread(target=self._watch_health, args=(self._channel,), name="worker-health", daemon=True).start()
         return worker_info_from_proto(response)
+
+    def _watch_health(self, channel: grpc.Channel) -> None:
+        """Runs until the channel is closed, or the worker gone."""
+        request = health_pb2.HealthCheckRequest(service=READINESS)
+        was_ready = False
+        with contextlib.suppress(grpc.RpcError, ValueError):
+            for response in health_pb2_grpc.HealthStub(channel).Watch(request):
+                is_ready = response.status == health_pb2.HealthCheckResponse.SERVING
+                if was_ready and not is_ready and channel is self._channel:
+                    self._on_ending()
+                was_ready = is_ready
 
     def load_model(self, spec: ModelSpec) -> ModelInfo:
         """Loads the model and logs the progress. DeadlineExceededError says which stage did not end in time."""

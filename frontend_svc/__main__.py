@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from frontend_svc.api_keys import ApiKeys
 from frontend_svc.server import serve
 from frontend_svc.settings import FrontendSettings
 from pagewire.runtime.lifetime import die_with_parent
@@ -20,7 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging("frontend", settings.log_level, settings.log_format)
     die_with_parent()
     try:
-        return asyncio.run(serve(settings))
+        keys = ApiKeys(settings.api_keys_file) if settings.api_keys_file else None
+    except (OSError, ValueError) as error:
+        logging.getLogger("frontend_svc").critical("--api-keys-file: %s", error)
+        return 2
+    try:
+        return asyncio.run(serve(settings, keys))
     except OSError as error:
         logging.getLogger("frontend_svc").critical("%s", error)
         return 1

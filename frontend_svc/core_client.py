@@ -18,6 +18,7 @@ import grpc.aio
 import numpy as np
 
 from frontend_svc import core_wire
+from frontend_svc.metrics import CoreLinks
 from pagewire.columns import EMPTY_INT32
 from pagewire.engine import (
     AbortOutcome,
@@ -38,6 +39,7 @@ from pagewire.errors import (
     PagewireError,
     UnavailableError,
 )
+from pagewire.runtime.rpc_metrics import RpcClientMetrics
 from pagewire.runtime.status import from_rpc_error
 from pagewire.runtime.transport import MAX_MESSAGE_BYTES, TlsConfig, secure_or_insecure_channel
 from pagewire.types_wire import TokenizerAssembler, tokenizer_sha256
@@ -72,11 +74,19 @@ async def _answer(call: Awaitable[T]) -> T:
 class GrpcCoreClient:
     """An EngineCoreClient over gRPC. Made by `connect`."""
 
-    def __init__(self, target: str, frontend_incarnation: str, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self,
+        target: str,
+        frontend_incarnation: str,
+        channel: grpc.aio.Channel,
+        links: CoreLinks | None = None,
+        metrics: RpcClientMetrics | None = None,
+    ) -> None:
         self.target = target
+        self._links = links
         self.frontend_incarnation = frontend_incarnation
         self._channel = channel
-        self._stub = core_pb2_grpc.EngineCoreServiceStub(channel)
+        self._stub = core_pb2_grpc.EngineCoreServiceStub(channel if metrics is None else metrics.aio(channel))
         self._info: EngineInfo | None = None
         self._tokenizer_files: dict[str, bytes] = {}
         self._stream: Stream | None = None
@@ -98,15 +108,22 @@ class GrpcCoreClient:
         timeout_s: float | None = None,
         *,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        server_name: str = "",
+        links: CoreLinks | None = None,
+        metrics: RpcClientMetrics | None = None,
     ) -> GrpcCoreClient:
         """Shakes hands, fetches the tokenizer and opens the output stream; waits for a core that is not there yet.
+
+        `links` is told of the connection's life, `metrics` measures its calls.
 
         Raises:
             UnavailableError: the core was not ready within `timeout_s` (None waits for ever).
             FailedPreconditionError: the core speaks another protocol.
         """
-        channel = secure_or_insecure_channel(target, tls, max_message_bytes=max_message_bytes)
-        client = cls(target, frontend_incarnation, channel)
+        channel = secure_or_insecure_channel(
+            target, tls, max_message_bytes=max_message_bytes, server_name=server_name if tls is not None else ""
+        )
+        client = cls(target, frontend_incarnation, channel, links, metrics)
         try:
             await client._shake_hands(timeout_s)
             await client._fetch_tokenizer()
@@ -115,6 +132,8 @@ class GrpcCoreClient:
             await channel.close()
             raise
         client._is_open.set()
+        if links is not None:
+            links.opened(client, target, client.info)
         client._watchdog = asyncio.get_running_loop().create_task(client._watch())
         return client
 
@@ -293,14 +312,18 @@ class GrpcCoreClient:
                 await asyncio.sleep(delay)
                 delay = min(delay * 2, RETRY_DELAY_S[1])
             else:
+                if self._links is not None:
+                    self._links.reopened(self)
                 self._is_open.set()
                 return
         assert self._lost is not None
         raise self._lost
 
-    def _lose(self, error: PagewireError) -> None:
+    def _lose(self, error: PagewireError, *, is_closed: bool = False) -> None:
         if self._lost is None:
             self._lost = error
+            if self._links is not None:
+                self._links.lost(self, is_closed=is_closed)
         self._is_open.set()
 
     async def _watch(self) -> None:
@@ -325,7 +348,7 @@ class GrpcCoreClient:
 
     async def close(self) -> None:
         """Closes the channel; the core aborts what is alive when the lease ends, or at once where it can be told."""
-        self._lose(UnavailableError("the client is closed", reason="CORE_LOST"))
+        self._lose(UnavailableError("the client is closed", reason="CORE_LOST"), is_closed=True)
         if self._watchdog is not None:
             self._watchdog.cancel()
         if self._stream is not None:

@@ -61,6 +61,8 @@ class TextRequest:
     remaining_s: float | None = None
     """Time until the caller's deadline."""
     trace_context: TraceContext | None = None
+    api_key: str = ""
+    """Name of the key that the caller showed."""
 
 
 class InputProcessor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from frontend_svc.input_processor import TextRequest
+from frontend_svc.outputs import OutputKind, RequestOutput
 from frontend_svc.parallel_sampling import ParentRequest
 from pagewire.engine import AbortReason
 
@@ -20,12 +21,16 @@ class RequestTimeline:
     """As it came; `request_id` is set where the caller gave none."""
     model: str
     """The served model's name; empty where there was none."""
+    api_key: str = ""
+    """Name of the caller's key; empty where none is asked for."""
     received_ns: int = field(default_factory=time.monotonic_ns)
     tokenize_ns: int = 0
     """When tokenizing began."""
     tokenized_ns: int = 0
     added_ns: int = 0
     """When the core had it."""
+    core: str = ""
+    """Address of the core that took it."""
     ended_ns: int = 0
     parent: ParentRequest | None = None
     """Its completions, usage, finish reasons and the time of its first token; None where it was refused before."""
@@ -33,6 +38,16 @@ class RequestTimeline:
     """Set where this frontend ended it before its completions had ended by themselves."""
     error: BaseException | None = None
     """What the caller got; CancelledError where it went away."""
+    texts: dict[int, str] | None = None
+    """What each completion said, by its index. Kept only where an observer sets it to an empty dict as it begins."""
+
+    def keep_text(self, output: RequestOutput) -> None:
+        """Notes what an output says, if texts are kept."""
+        if self.texts is not None:
+            is_delta = self.request.output_kind is OutputKind.DELTA
+            for completion in output.outputs:
+                before = self.texts.get(completion.index, "") if is_delta else ""
+                self.texts[completion.index] = before + completion.text
 
 
 class RequestObserver(Protocol):

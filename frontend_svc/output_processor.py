@@ -192,11 +192,10 @@ class OutputProcessor:
         self._count(aborts)
         return aborts
 
-    def fail_all(self, error: PagewireError) -> None:
-        """Ends every request with an error: the core is gone, and what it had is lost."""
-        for _, parent in list(self._states.values()):
-            parent.fail(error)
-        self._states.clear()
+    def forget(self, parent: ParentRequest, reason: AbortReason) -> Aborts:
+        """Lets a request go on elsewhere; what comes of it here is dropped."""
+        ids = self._remove(parent)
+        return {reason: ids} if ids else {}
 
     def parents(self) -> list[ParentRequest]:
         """The living requests."""

@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Coroutine, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
 from frontend_svc import wire
 from frontend_svc.access_log import AccessLog
+from frontend_svc.api_keys import ApiKeys
+from frontend_svc.auth_wire import AuthInterceptor, key_name
 from frontend_svc.core_client import GrpcCoreClient
+from frontend_svc.core_pool import Connect
+from frontend_svc.core_targets import Target, follow
 from frontend_svc.engine_client import EngineCoreClient
 from frontend_svc.input_processor import TextRequest
 from frontend_svc.observer import RequestObserver
 from frontend_svc.outputs import RequestOutput
+from frontend_svc.process_metrics import FrontendMetrics
 from frontend_svc.service import TextService
 from frontend_svc.settings import FrontendSettings
+from frontend_svc.trace_observer import TraceObserver
 from pagewire.engine import TraceContext
-from pagewire.errors import InvalidArgumentError, violation
+from pagewire.errors import InvalidArgumentError, PagewireError, violation
 from pagewire.runtime.lifetime import new_incarnation
 from pagewire.runtime.logs import set_incarnation
+from pagewire.runtime.process_stats import process_stats
 from pagewire.runtime.ready import print_ready
 from pagewire.runtime.server import GrpcServer, wait_for_signal
+from pagewire.runtime.tracing import start_tracing, stop_tracing
 from pagewire.v1 import frontend_pb2 as pb
 from pagewire.v1 import frontend_pb2_grpc
+
+if TYPE_CHECKING:
+    from pagewire.runtime.spans import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -54,21 +66,35 @@ def _trace_context(context: Context) -> TraceContext | None:
 class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
     """The service. Errors leave as PagewireErrors; the server's interceptor makes statuses of them."""
 
-    def __init__(self, service: TextService) -> None:
+    def __init__(self, service: TextService, keys: ApiKeys | None = None, incarnation: str = "") -> None:
         self._service = service
+        self._keys = keys
+        self._incarnation = incarnation
+
+    def _owner(self, context: Context) -> str:
+        return key_name(self._keys, context.invocation_metadata())
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Streams; a cancelled call ends the request in the core."""
-        text_request = wire.text_request_from_generate(request, _remaining_s(context), _trace_context(context))
+        arguments = (request, _remaining_s(context), _trace_context(context))
+        try:
+            text_request = wire.text_request_from_generate(*arguments)
+        except PagewireError as error:
+            self._service.refuse(wire.unread_request(request, arguments[-1]), error)
+            raise
         await self._respond(text_request, pb.GenerateResponse(), context)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:  # type: ignore[override]
         """Streams; a cancelled call ends the request in the core."""
         arguments = (request, _remaining_s(context), _trace_context(context))
-        if request.ByteSize() <= MAX_BYTES_READ_ON_LOOP:
-            text_request = wire.text_request_from_chat(*arguments)
-        else:
-            text_request = await self._service.off_loop(wire.text_request_from_chat, *arguments)
+        try:
+            if request.ByteSize() <= MAX_BYTES_READ_ON_LOOP:
+                text_request = wire.text_request_from_chat(*arguments)
+            else:
+                text_request = await self._service.off_loop(wire.text_request_from_chat, *arguments)
+        except PagewireError as error:
+            self._service.refuse(wire.unread_request(request, arguments[-1]), error)
+            raise
         await self._respond(text_request, pb.ChatResponse(), context)
 
     async def _respond(self, request: TextRequest, message: wire.Response, context: Context) -> None:
@@ -80,6 +106,7 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
         def write(output: RequestOutput) -> Coroutine[Any, Any, None]:
             return context.write(wire.fill_response(message, output))
 
+        request.api_key = self._owner(context)
         try:
             await self._service.respond(request, write)
         except grpc.aio.BaseError as error:
@@ -117,7 +144,7 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         """One outcome per id."""
-        return wire.abort_response(request.request_ids, self._service.abort(request.request_ids))
+        return wire.abort_response(request.request_ids, self._service.abort(request.request_ids, self._owner(context)))
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """The model."""
@@ -127,55 +154,95 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
         """All one of them."""
         return pb.ListModelsResponse(models=[wire.served_model_to_proto(self._service.served_model())])
 
+    async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
+        """Of this process."""
+        stats = replace(self._service.stats(), process=process_stats(self._incarnation))
+        return wire.stats_to_proto(stats)
+
 
 class FrontendServer:
     """A frontend: the gRPC server and the text service behind it, started and stopped together."""
 
-    def __init__(self, service: TextService, server: GrpcServer) -> None:
+    def __init__(
+        self,
+        service: TextService,
+        server: GrpcServer,
+        *work: Coroutine[Any, Any, None],
+        keys: ApiKeys | None = None,
+        incarnation: str = "",
+    ) -> None:
+        """`work`: what runs beside them, such as looking cores up; it may end, but not fail.
+
+        With `keys` ids of requests are each key's own; the server's AuthInterceptor must have the same.
+        """
         self.service = service
         self.server = server
-        self._task: asyncio.Task[None] | None = None
-        frontend_pb2_grpc.add_FrontendServiceServicer_to_server(FrontendServicer(service), server.aio)
+        self._work = work
+        self._tasks: list[asyncio.Task[None]] = []
+        frontend_pb2_grpc.add_FrontendServiceServicer_to_server(
+            FrontendServicer(service, keys, incarnation), server.aio
+        )
 
     async def start(self) -> int:
-        """Listens and begins to look for the core; returns the port."""
+        """Listens and begins to look for cores; returns the port."""
         port = await self.server.start()
-        self._task = asyncio.get_running_loop().create_task(self.service.run())
+        self._tasks = [asyncio.ensure_future(work) for work in (self.service.run(), *self._work)]
         return port
 
     async def wait_stopped(self) -> None:
-        """Waits until the service fails, which it only does by a fault of its own."""
-        assert self._task is not None
-        await asyncio.shield(self._task)
+        """Waits until something fails, which it only does by a fault of its own. Raises that."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
 
     async def stop(self, grace_s: float) -> None:
         """Not ready, no new calls; running ones may end for `grace_s` seconds, the rest ends with UNAVAILABLE."""
         server_stop = asyncio.create_task(self.server.drain(grace_s + SHUTDOWN_MARGIN_S))
         await self.service.drain(grace_s)
         await server_stop
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self.service.close()
 
 
-def _observers(settings: FrontendSettings) -> list[RequestObserver]:
-    return [AccessLog()] if settings.log_requests else []
+def core_connects(
+    settings: FrontendSettings, metrics: FrontendMetrics, targets: Mapping[str, Target]
+) -> dict[str, Connect]:
+    """How to connect to each core. A new incarnation every time: what an old one left there ends with its lease."""
+
+    async def connect(target: Target) -> EngineCoreClient:
+        return await GrpcCoreClient.connect(
+            target.address,
+            new_incarnation(),
+            settings.tls,
+            max_message_bytes=settings.max_message_bytes,
+            server_name=target.server_name,
+            links=metrics.links,
+            metrics=metrics.client,
+        )
+
+    return {name: partial(connect, target) for name, target in targets.items()}
 
 
-async def serve(settings: FrontendSettings) -> int:
+async def serve(settings: FrontendSettings, keys: ApiKeys | None = None) -> int:
     """Runs a frontend until SIGINT or SIGTERM, then drains. Returns the exit status."""
     incarnation = new_incarnation()
     set_incarnation(incarnation)
-    server = GrpcServer.for_settings(SERVICE_NAME, settings)
+    tracer = start_tracing("frontend", incarnation)
+    try:
+        return await _serve(settings, keys, incarnation, tracer)
+    finally:
+        await stop_tracing(tracer)
 
-    async def connect() -> EngineCoreClient:
-        # A new incarnation for every connection: what an old one left at the core ends with its lease.
-        return await GrpcCoreClient.connect(
-            settings.core, new_incarnation(), settings.tls, max_message_bytes=settings.max_message_bytes
-        )
 
+async def _serve(settings: FrontendSettings, keys: ApiKeys | None, incarnation: str, tracer: Tracer | None) -> int:
+    if keys is not None and settings.tls is None and settings.host not in ("127.0.0.1", "::1", "localhost"):
+        log.warning("API keys travel in the clear: there is no TLS (--tls-cert-file, --tls-key-file)")
+    guards = [] if keys is None else [AuthInterceptor(SERVICE_NAME, keys)]
+    metrics = FrontendMetrics(settings, incarnation, is_ready=lambda: server.is_ready)
+    server = GrpcServer.for_settings(SERVICE_NAME, settings, [*metrics.interceptors, *guards])
+    metrics.start()
     has_printed = False
 
     async def on_ready(is_ready: bool) -> None:
@@ -185,12 +252,16 @@ async def serve(settings: FrontendSettings) -> int:
             has_printed = True
             print_ready("frontend", settings.host, server.port, incarnation)
 
-    service = TextService(
-        connect, max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready, observers=_observers(settings)
-    )
-    frontend = FrontendServer(service, server)
+    observers: list[RequestObserver] = [*metrics.observers]
+    if tracer is not None:
+        observers.append(TraceObserver(tracer, settings.host, lambda: server.port))
+    if settings.log_requests:
+        observers.append(AccessLog())
+    service = TextService(max_tokens_behind=settings.max_tokens_behind, on_ready=on_ready, observers=observers)
+    follow_cores = follow(settings.core, lambda targets: service.cores.keep(core_connects(settings, metrics, targets)))
+    frontend = FrontendServer(service, server, follow_cores, keys=keys, incarnation=incarnation)
     port = await frontend.start()
-    log.info("listening on %s:%d, core at %s", settings.host, port, settings.core)
+    log.info("listening on %s:%d, core at %s", settings.host, port, ", ".join(settings.core))
     signal_task = asyncio.create_task(wait_for_signal())
     failure_task = asyncio.create_task(frontend.wait_stopped())
     await asyncio.wait([signal_task, failure_task], return_when=asyncio.FIRST_COMPLETED)
@@ -199,7 +270,8 @@ async def serve(settings: FrontendSettings) -> int:
         await server.drain(0)
         return 1
     log.info("%s: draining for up to %g s", signal_task.result().name, settings.drain_s)
-    failure_task.cancel()
     await server.lame_duck(settings.lame_duck_s)
+    failure_task.cancel()
     await frontend.stop(settings.drain_s)
+    metrics.close()
     return 0

@@ -15,15 +15,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from frontend_svc.engine_client import EngineCoreClient
+from frontend_svc.balance import prefix_key
+from frontend_svc.core_pool import Connect, CorePool
 from frontend_svc.input_processor import Conversation, InputProcessor, TextRequest
 from frontend_svc.observer import Observers, RequestObserver, RequestTimeline
-from frontend_svc.outbox import Outbox, ResponseWriter, Write
+from frontend_svc.outbox import ResponseWriter, Write
 from frontend_svc.output_processor import DEFAULT_MAX_TOKENS_BEHIND
 from frontend_svc.outputs import RequestOutput
 from frontend_svc.parallel_sampling import ParentRequest
-from frontend_svc.session import RETRY_AFTER_S, CoreSession, Ticket
-from pagewire.engine import AbortOutcome, AbortReason, ModelInfo
+from frontend_svc.session import CoreSession
+from frontend_svc.stats import RequestCounters
+from frontend_svc.tickets import RETRY_AFTER_S, Ticket, Tickets
+from pagewire.engine import AbortOutcome, AbortReason, EngineRequest, ModelInfo
 from pagewire.errors import (
     InvalidArgumentError,
     PagewireError,
@@ -31,6 +34,7 @@ from pagewire.errors import (
     UnimplementedError,
     violation,
 )
+from pagewire.stats import FrontendStats
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,66 +54,39 @@ class ServedModel:
 
 
 class TextService:
-    """Serves one core at a time. All methods belong to the event loop that runs `run`.
+    """Serves the cores of one model. All methods belong to the event loop that runs `run`.
 
     Args:
-        connect: makes a connected client; called again whenever a core is lost. It waits and retries by itself.
+        connect: makes a connected client of the one core; called again whenever it is lost. It waits and retries by
+            itself. Left out where `cores.keep` says which cores there are.
         max_tokens_behind: how far a caller may fall behind before it is cut off.
-        on_ready: told whenever requests can (or can no longer) be served.
+        on_ready: told whether requests can be served, whenever a core comes or goes.
         observers: watch requests.
     """
 
     def __init__(
         self,
-        connect: Callable[[], Awaitable[EngineCoreClient]],
+        connect: Connect | None = None,
         *,
         max_tokens_behind: int = DEFAULT_MAX_TOKENS_BEHIND,
         on_ready: Callable[[bool], Awaitable[None]] | None = None,
         observers: Sequence[RequestObserver] = (),
     ) -> None:
-        self._observers = Observers(observers)
-        self._connect = connect
-        self._max_tokens_behind = max_tokens_behind
+        self._counters = RequestCounters()
+        self._observers = Observers((self._counters, *observers))
         self._on_ready = on_ready
-        self._session: CoreSession | None = None
-        self._why_unavailable = "no core is connected yet"
         self._is_draining = False
-        self._has_session = asyncio.Event()
+        self._tickets = Tickets()
         self._pool = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, thread_name_prefix="tokenize")
+        self.cores = CorePool(max_tokens_behind, self.off_loop, self._tell_ready)
+        if connect is not None:
+            self.cores.keep({"core": connect})
 
-    # -- life of the connection ---------------------------------------------------------------------------------
+    # -- life -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Connects, serves until the core is lost, and connects again, until cancelled."""
-        while True:
-            try:
-                client = await self._connect()
-                session = await self.off_loop(CoreSession, client, self._max_tokens_behind, Outbox())
-            except PagewireError as error:
-                self._why_unavailable = error.message
-                log.warning("cannot use the core: %s", error)
-                await asyncio.sleep(RETRY_AFTER_S)
-                continue
-            await self._serve(session)
-
-    async def _serve(self, session: CoreSession) -> None:
-        log.info("core %s serves %s", session.client.info.core_incarnation, session.client.info.model.model)
-        self._session = session
-        self._has_session.set()
-        error: PagewireError = UnavailableError("the frontend is shutting down")
-        try:
-            await self._tell_ready(True)
-            await session.pump()
-        except PagewireError as lost:
-            log.error("the core is lost with %d requests: %s", session.num_requests, lost)
-            error = UnavailableError(f"the core was lost: {lost}", retry_after_s=RETRY_AFTER_S, reason="CORE_LOST")
-        finally:
-            self._session = None
-            self._has_session.clear()
-            self._why_unavailable = error.message
-            session.fail_all(error)
-            await self._tell_ready(False)
-            await session.close()
+        """Keeps the cores connected until cancelled."""
+        await self.cores.run()
 
     async def _tell_ready(self, is_ready: bool) -> None:
         if self._on_ready is not None:
@@ -117,22 +94,17 @@ class TextService:
 
     async def wait_ready(self) -> None:
         """Waits until a core is connected."""
-        await self._has_session.wait()
+        await self.cores.wait_ready()
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests, lets living ones end for `grace_s` seconds, then ends them with UnavailableError."""
         self._is_draining = True
-        session = self._session
-        if session is None or session.num_requests == 0:
-            return
         try:
-            await asyncio.wait_for(session.wait_idle(), grace_s)
+            await asyncio.wait_for(self._tickets.wait_idle(), grace_s)
         except TimeoutError:
-            log.warning("%d requests did not end within %g s", session.num_requests, grace_s)
-            session.fail_all(
-                UnavailableError("the frontend is shutting down", retry_after_s=RETRY_AFTER_S, reason="SHUTDOWN"),
-                AbortReason.SHUTDOWN,
-            )
+            log.warning("%d requests did not end within %g s", len(self._tickets), grace_s)
+            for session in self.cores.sessions:
+                session.fail_all(_shutting_down(), AbortReason.SHUTDOWN)
 
     def close(self) -> None:
         """Lets go of the threads."""
@@ -140,10 +112,20 @@ class TextService:
 
     @property
     def session(self) -> CoreSession:
-        """The connection in use. Raises UnavailableError while there is none."""
-        if self._session is None:
-            raise UnavailableError(self._why_unavailable, retry_after_s=RETRY_AFTER_S)
-        return self._session
+        """The connection to the first of the cores. Raises UnavailableError while there is none."""
+        sessions = self.cores.sessions
+        if not sessions:
+            raise self.cores.unavailable()
+        return sessions[0]
+
+    @property
+    def num_requests(self) -> int:
+        """Callers' requests that live."""
+        return len(self._tickets)
+
+    def stats(self) -> FrontendStats:
+        """Counts, and the cores."""
+        return replace(self._counters.stats(), cores=self.cores.connections(), is_draining=self._is_draining)
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -156,10 +138,11 @@ class TextService:
             InvalidArgumentError, NotFoundError, AlreadyExistsError, ResourceExhaustedError, UnavailableError,
             DeadlineExceededError, InternalError, and what `write` raises.
         """
-        model = self._session.client.info.model.model if self._session is not None else ""
+        sessions = self.cores.sessions
+        model = sessions[0].client.info.model.model if sessions else ""
         if not request.request_id:
             request = replace(request, request_id=f"req-{secrets.token_hex(12)}")
-        timeline = RequestTimeline(request, model)
+        timeline = RequestTimeline(request, model, request.api_key)
         self._observers.began(timeline)
         try:
             await self._respond(timeline, write)
@@ -169,53 +152,96 @@ class TextService:
         finally:
             self._observers.ended(timeline)
 
+    def refuse(self, request: TextRequest, error: PagewireError) -> None:
+        """Tells the observers of a request whose message could not be read; `request` has what is known of it."""
+        timeline = RequestTimeline(request, "", error=error)
+        self._observers.began(timeline)
+        self._observers.ended(timeline)
+
     async def _respond(self, timeline: RequestTimeline, write: Write) -> None:
         if self._is_draining:
-            raise UnavailableError("the frontend is shutting down", retry_after_s=RETRY_AFTER_S, reason="SHUTDOWN")
+            raise _shutting_down()
         request, started = timeline.request, timeline.received_ns / 1e9
-        session = self.session
-        session.inputs.check(request)
-        ticket = session.reserve(request.request_id, request.sampling_params.n)
+        inputs = self.cores.inputs
+        inputs.check(request)
+        limit = self.cores.max_num_requests
+        ticket = self._tickets.reserve(request.request_id, request.sampling_params.n, request.api_key, limit)
 
         def send(output: RequestOutput) -> Coroutine[Any, Any, None]:
+            timeline.keep_text(output)
             if output.finished:
                 # Before it is sent: who has the last output may use the id again.
-                session.release(ticket)
+                self._release(ticket)
             return write(output)
 
         try:
-            parent = await self._hand_over(session, ticket, timeline, started)
+            timeline.tokenize_ns = time.monotonic_ns()
+            parent, engine_requests = await self.off_loop(inputs.process, request)
+            timeline.parent, timeline.tokenized_ns = parent, time.monotonic_ns()
+            if request.remaining_s is not None:
+                remaining_s = request.remaining_s - (time.monotonic() - started)
+                for engine_request in engine_requests:
+                    engine_request.remaining_ms = max(0, int(remaining_s * 1000))
+            session = await self._hand_over(inputs, ticket, parent, engine_requests)
+            timeline.core = session.name
+            if parent.error is None:
+                timeline.added_ns = time.monotonic_ns()
             await ResponseWriter(parent, send, session.outbox).run()
         finally:
-            session.release(ticket)
+            self._release(ticket)
             is_late = request.remaining_s is not None and time.monotonic() - started >= request.remaining_s
-            session.abort(ticket, AbortReason.DEADLINE if is_late else AbortReason.CLIENT)
+            self._abort(ticket, AbortReason.DEADLINE if is_late else AbortReason.CLIENT)
             timeline.abort_reason = ticket.abort_reason
 
     async def _hand_over(
-        self, session: CoreSession, ticket: Ticket, timeline: RequestTimeline, started: float
-    ) -> ParentRequest:
-        request = timeline.request
-        timeline.tokenize_ns = time.monotonic_ns()
-        parent, engine_requests = await self.off_loop(session.inputs.process, request)
-        timeline.parent, timeline.tokenized_ns = parent, time.monotonic_ns()
-        if self._session is not session:
-            raise UnavailableError(self._why_unavailable, retry_after_s=RETRY_AFTER_S)
-        if request.remaining_s is not None:
-            remaining_s = request.remaining_s - (time.monotonic() - started)
-            for engine_request in engine_requests:
-                engine_request.remaining_ms = max(0, int(remaining_s * 1000))
-        await session.hand_over(ticket, parent, engine_requests)
-        timeline.added_ns = time.monotonic_ns()
-        return parent
+        self, inputs: InputProcessor, ticket: Ticket, parent: ParentRequest, requests: list[EngineRequest]
+    ) -> CoreSession:
+        """Gives a request to a core, or to a second one where the first does not take it; returns which."""
+        first = requests[0]
+        key = prefix_key(first.prompt_token_ids, first.cache_salt)
+        session = self.cores.choose(inputs, key, ticket.n)
+        error = await session.hand_over(ticket, parent, requests)
+        if error is not None:
+            try:
+                other = self.cores.choose(inputs, key, ticket.n, session)
+            except PagewireError:
+                session.fail(parent, error)
+                return session
+            log.info("core %s did not take request %s: %s", session.name, ticket.external_request_id, error)
+            session = other
+            if (error := await session.hand_over(ticket, parent, requests)) is not None:
+                session.fail(parent, error)
+        return session
 
-    def abort(self, request_ids: Sequence[str]) -> list[AbortOutcome]:
-        """Ends requests by external id, matched exactly. Their streams end with finish reason ABORT. Idempotent."""
+    def _release(self, ticket: Ticket) -> None:
+        self._tickets.release(ticket)
+        if ticket.session is not None:
+            ticket.session.release(ticket)
+
+    def _abort(self, ticket: Ticket, reason: AbortReason) -> None:
+        if ticket.session is not None:
+            ticket.session.abort(ticket, reason)
+        else:
+            ticket.is_aborted, ticket.abort_reason = True, ticket.abort_reason or reason
+
+    def abort(self, request_ids: Sequence[str], owner: str = "") -> list[AbortOutcome]:
+        """Ends requests of an owner (a key's name) by external id, matched exactly. Idempotent.
+
+        Their streams end with finish reason ABORT.
+        """
         if len(request_ids) > MAX_ABORT_IDS:
             limit = f"at most {MAX_ABORT_IDS} ids in one call"
             raise InvalidArgumentError([violation("request_ids", f"{len(request_ids)} ids", limit)])
-        session = self.session
-        return [session.abort_by_external_id(request_id) for request_id in request_ids]
+        if not self.cores.sessions:
+            raise self.cores.unavailable()
+        return [self._abort_one(request_id, owner) for request_id in request_ids]
+
+    def _abort_one(self, request_id: str, owner: str) -> AbortOutcome:
+        found = self._tickets.find(request_id, owner)
+        if isinstance(found, AbortOutcome):
+            return found
+        self._abort(found, AbortReason.ABORT_CALL)
+        return AbortOutcome.ABORTED
 
     # -- text -----------------------------------------------------------------------------------------------------
 
@@ -255,10 +281,14 @@ class TextService:
         return ServedModel(info.model, inputs.chat_template.is_present, info.num_kv_blocks * info.block_size)
 
     def _inputs(self, model: str) -> InputProcessor:
-        inputs = self.session.inputs
+        inputs = self.cores.inputs
         inputs.check_model(model)
         return inputs
 
     async def off_loop(self, function: Callable[..., T], *args: object) -> T:
         """Runs what may take long on a thread, so that the event loop answers everybody else meanwhile."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args))
+
+
+def _shutting_down() -> UnavailableError:
+    return UnavailableError("the frontend is shutting down", retry_after_s=RETRY_AFTER_S, reason="SHUTDOWN")

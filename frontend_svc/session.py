@@ -5,44 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections import OrderedDict
-from dataclasses import dataclass, replace
+import time
+from dataclasses import replace
 
-from frontend_svc.chat_template import ChatTemplate
 from frontend_svc.engine_client import EngineCoreClient
 from frontend_svc.input_processor import InputProcessor
 from frontend_svc.outbox import Outbox
 from frontend_svc.output_processor import Aborts, OutputProcessor
 from frontend_svc.parallel_sampling import ParentRequest
-from frontend_svc.tokenizer import Tokenizer
-from pagewire.engine import AbortOutcome, AbortReason, EngineRequest
-from pagewire.errors import (
-    AlreadyExistsError,
-    InvalidArgumentError,
-    PagewireError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from frontend_svc.tickets import RETRY_AFTER_S, Ticket
+from pagewire.engine import AbortReason, CoreStats, EngineRequest
+from pagewire.errors import InvalidArgumentError, PagewireError, UnavailableError
 from pagewire.runtime.log_fields import fields
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 1.0
-MAX_ENDED_IDS = 4096
+AVOID_S = 1.0
+"""A core that refused a request gets none for so long while there are others: it drains, or has lost its worker."""
 _ENGINE_REQUEST = re.compile(r"^requests\[\d+\]\.")
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """A request's place, held from before it is tokenized until its last output is taken."""
-
-    external_request_id: str
-    n: int
-    parent: ParentRequest | None = None
-    is_aborted: bool = False
-    """Someone called Abort before it was handed to the core."""
-    abort_reason: AbortReason | None = None
-    """Why this frontend ended it, if it did."""
 
 
 def _in_callers_words(error: PagewireError) -> PagewireError:
@@ -58,83 +38,94 @@ class CoreSession:
 
     Args:
         client: the core.
+        inputs: makes requests for it, and for every other core of the same model.
         max_tokens_behind: see OutputProcessor.
-        outbox: sends what comes to the callers.
+        name: the core's address, for logs and as its name among others.
     """
 
-    def __init__(self, client: EngineCoreClient, max_tokens_behind: int, outbox: Outbox) -> None:
+    def __init__(self, client: EngineCoreClient, inputs: InputProcessor, max_tokens_behind: int, name: str) -> None:
         self.client = client
-        self.outbox = outbox
-        tokenizer = Tokenizer(client.tokenizer_files)
-        self.inputs = InputProcessor(client.info, tokenizer, ChatTemplate(client.tokenizer_files, tokenizer))
+        self.inputs = inputs
+        self.name = name
+        self.outbox = Outbox()
         self.outputs = OutputProcessor(max_tokens_behind)
-        self._tickets: dict[str, Ticket] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._tickets: set[Ticket] = set()
         self._num_children = 0
+        self._num_of_others = 0
+        self._avoided_until_s = 0.0
         self._aborts: Aborts = {}
         self._abort_task: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def reserve(self, external_request_id: str, n: int) -> Ticket:
-        """Takes a place for a request.
-
-        Raises:
-            AlreadyExistsError: a living request has this id.
-            ResourceExhaustedError: the core holds as many requests as it takes.
-        """
-        if external_request_id in self._tickets:
-            raise AlreadyExistsError(
-                f"request_id {external_request_id!r} belongs to a request that is still alive",
-                metadata={"field": "request_id", "request_id": external_request_id},
-            )
-        limit = self.client.info.max_num_requests
-        if self._num_children + n > limit:
-            raise ResourceExhaustedError(
-                f"{self._num_children} requests are in flight and {n} more would exceed the limit of {limit}",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        ticket = Ticket(external_request_id, n)
-        self._tickets[external_request_id] = ticket
-        self._num_children += n
-        self._idle.clear()
-        return ticket
-
-    def release(self, ticket: Ticket) -> None:
-        """Gives the place back; the id may be used again. Idempotent."""
-        if self._tickets.get(ticket.external_request_id) is not ticket:
-            return
-        del self._tickets[ticket.external_request_id]
-        self._num_children -= ticket.n
-        self._ended[ticket.external_request_id] = None
-        if len(self._ended) > MAX_ENDED_IDS:
-            self._ended.popitem(last=False)
-        if not self._tickets:
-            self._idle.set()
-
     @property
     def num_requests(self) -> int:
-        """Callers' requests that live."""
+        """Callers' requests that live here."""
         return len(self._tickets)
 
-    async def hand_over(self, ticket: Ticket, parent: ParentRequest, requests: list[EngineRequest]) -> None:
-        """Registers a request and adds it to the core. A failure of the core ends the parent with it."""
-        ticket.parent = parent
+    @property
+    def load(self) -> int:
+        """Completions that the core has in hand: ours as of now, those of other frontends as of its last numbers."""
+        return self._num_children + self._num_of_others
+
+    @property
+    def is_refusing(self) -> bool:
+        """It has just refused a request."""
+        return time.monotonic() < self._avoided_until_s
+
+    def has_room(self, n: int) -> bool:
+        """Whether `n` more completions of ours stay within what the core holds."""
+        return self._num_children + n <= self.client.info.max_num_requests
+
+    def release(self, ticket: Ticket) -> None:
+        """Forgets a request of which nothing more is to come. Idempotent."""
+        if ticket in self._tickets:
+            self._tickets.remove(ticket)
+            self._num_children -= ticket.n
+            if not self._tickets:
+                self._idle.set()
+
+    async def hand_over(
+        self, ticket: Ticket, parent: ParentRequest, requests: list[EngineRequest]
+    ) -> UnavailableError | None:
+        """Registers a request and adds it to the core.
+
+        Returns the error where the core did not take it and nothing came of it: then another core may, or `fail` ends
+        it. Whatever else the core says ends the parent.
+        """
+        ticket.parent, ticket.session = parent, self
         if ticket.is_aborted:
             self.abort(ticket, AbortReason.ABORT_CALL)
-            return
+            return None
+        self._tickets.add(ticket)
+        self._num_children += ticket.n
+        self._idle.clear()
         self.outputs.add(parent)
+        ticket.is_adding = True
         try:
             await self.client.add(requests)
+        except UnavailableError as error:
+            self._avoided_until_s = time.monotonic() + AVOID_S
+            if parent.is_finished or any(child.num_received for child in parent.children):
+                self.fail(parent, error)
+                return None
+            # The core may have it all the same: the answer can be what was lost.
+            self.send(self.outputs.forget(parent, AbortReason.SIBLING_FAILED))
+            self.release(ticket)
+            return error
         except PagewireError as error:
-            self.send(self.outputs.fail(parent, _in_callers_words(error), AbortReason.SIBLING_FAILED))
+            self.fail(parent, _in_callers_words(error))
+        finally:
+            ticket.is_adding = False
+        return None
+
+    def fail(self, parent: ParentRequest, error: PagewireError) -> None:
+        """Ends a request with an error."""
+        self.send(self.outputs.fail(parent, error, AbortReason.SIBLING_FAILED))
 
     def abort(self, ticket: Ticket, reason: AbortReason) -> None:
-        """Ends a request with finish reason ABORT, wherever it is; its waiter wakes."""
-        if ticket.parent is None:
-            ticket.is_aborted, ticket.abort_reason = True, ticket.abort_reason or reason
-            return
-        if not ticket.parent.is_finished:
+        """Ends a request that has a parent with finish reason ABORT; its waiter wakes."""
+        if ticket.parent is not None and not ticket.parent.is_finished:
             ticket.abort_reason = reason
             usage = ticket.parent.usage
             log.info(
@@ -147,17 +138,6 @@ class CoreSession:
                 ),
             )
             self.send(self.outputs.abort(ticket.parent, reason))
-
-    def abort_by_external_id(self, external_request_id: str) -> AbortOutcome:
-        """Ends the request of exactly this id."""
-        ticket = self._tickets.get(external_request_id)
-        if ticket is None:
-            is_ended = external_request_id in self._ended
-            return AbortOutcome.ALREADY_FINISHED if is_ended else AbortOutcome.NOT_FOUND
-        if ticket.is_aborted or (ticket.parent is not None and ticket.parent.is_finished):
-            return AbortOutcome.ALREADY_FINISHED
-        self.abort(ticket, AbortReason.ABORT_CALL)
-        return AbortOutcome.ABORTED
 
     def send(self, aborts: Aborts) -> None:
         """Tells the core what to end, soon; calls made meanwhile travel together."""
@@ -185,26 +165,31 @@ class CoreSession:
     async def pump(self) -> None:
         """Feeds outputs until the core is lost. Raises the error that says why."""
         async for outputs in self.client.outputs():
+            if outputs.stats is not None:
+                self._note(outputs.stats)
             aborts = self.outputs.process_outputs(outputs)
             if aborts:
                 self.send(aborts)
             self.outbox.flush()
         raise UnavailableError("the core ended the stream of outputs", retry_after_s=RETRY_AFTER_S)
 
+    def _note(self, stats: CoreStats) -> None:
+        self._num_of_others = max(0, stats.num_running + stats.num_waiting - self._num_children)
+
     async def wait_idle(self) -> None:
-        """Waits until no request lives."""
+        """Waits until no request lives here."""
         await self._idle.wait()
 
     def fail_all(self, error: PagewireError, reason: AbortReason | None = None) -> None:
-        """Ends every request with an error; with a reason, tells the core too."""
-        for ticket in list(self._tickets.values()):
+        """Ends every request with an error; with a reason, tells the core too. Without, it is lost: what it is just
+        being asked to take stays alive, for another core."""
+        for ticket in list(self._tickets):
             if ticket.parent is None:
                 continue
-            if reason is None:
-                ticket.parent.fail(error)
-            else:
+            if reason is not None:
                 self.send(self.outputs.fail(ticket.parent, error, reason))
-        self.outputs.fail_all(error)
+            elif not ticket.is_adding:
+                self.outputs.fail(ticket.parent, error, AbortReason.SIBLING_FAILED)
 
     async def close(self) -> None:
         """Sends what is left to abort, and lets go of the core."""

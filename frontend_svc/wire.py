@@ -12,6 +12,8 @@ from frontend_svc.service import ServedModel
 from pagewire.engine import AbortOutcome, TraceContext
 from pagewire.errors import InvalidArgumentError, violation
 from pagewire.sampling_wire import sampling_params_from_proto
+from pagewire.stats import FrontendStats
+from pagewire.stats_wire import fill
 from pagewire.types_wire import model_info_to_proto
 from pagewire.v1 import frontend_pb2 as pb
 from pagewire.v1 import types_pb2
@@ -97,6 +99,12 @@ def _text_request(
         remaining_s=remaining_s,
         trace_context=trace_context,
     )
+
+
+def unread_request(request: pb.GenerateRequest | pb.ChatRequest, trace_context: TraceContext | None) -> TextRequest:
+    """What is known of a message that says nothing that could be read."""
+    prompt: str | Conversation = Conversation([]) if isinstance(request, pb.ChatRequest) else ""
+    return TextRequest(prompt, request_id=request.request_id, model=request.model, trace_context=trace_context)
 
 
 def messages_from_proto(messages: Sequence[pb.ChatMessage], path: str) -> list[dict[str, Any]]:
@@ -223,3 +231,9 @@ def served_model_to_proto(model: ServedModel) -> pb.ServedModel:
         has_chat_template=model.has_chat_template,
         kv_cache_tokens=model.kv_cache_tokens,
     )
+
+
+def stats_to_proto(stats: FrontendStats) -> pb.GetStatsResponse:
+    """Numbers about the frontend."""
+    response: pb.GetStatsResponse = fill(pb.GetStatsResponse(), stats)
+    return response

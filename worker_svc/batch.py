@@ -167,19 +167,25 @@ class Batch:
         return rows.only(~is_failed) if np.count_nonzero(is_failed) else rows
 
     def _remember(self, plan: StepPlan) -> Callable[[], None]:
-        """Keeps what applying the plan overwrites, of the slots it touches; returns what puts it back."""
+        """Keeps what applying the plan overwrites, of the slots it touches; returns what puts it back.
+
+        A slot that the plan only has a row of keeps is_failed: the step before may be settled, and fail it, meanwhile.
+        """
         new_slots = [new.slot for new in plan.new_requests]
-        changed = [*plan.released_slots.tolist(), *new_slots]
-        slots = np.concatenate([plan.slots, np.array(changed, np.int32)]) if changed else plan.slots
-        columns, is_used, is_failed = self._columns[:, slots], self.is_used[slots], self.is_failed[slots]
-        requests = [(slot, self.requests[slot]) for slot in changed]
+        changed = np.array([*plan.released_slots.tolist(), *new_slots], np.int32)
+        slots = np.concatenate([plan.slots, changed]) if len(changed) else plan.slots
+        columns, is_used, is_failed = self._columns[:, slots], self.is_used[changed], self.is_failed[changed]
+        generations = self.generations[changed]
+        requests = [(slot, self.requests[slot]) for slot in changed.tolist()]
         reused = [slot for slot in new_slots if self.requests[slot] is not None]
         tokens = [self.token_ids[slot, : self.num_tokens[slot]].copy() for slot in reused]
         tables = [self.block_tables[slot, : self.num_blocks[slot]].copy() for slot in reused]
 
         def undo() -> None:
             num_blocks_after = self.num_blocks[slots]
-            self._columns[:, slots], self.is_used[slots], self.is_failed[slots] = columns, is_used, is_failed
+            self._columns[:, slots] = columns
+            self.is_used[changed], self.is_failed[changed] = is_used, is_failed
+            self.generations[changed] = generations
             for slot, start, end in zip(slots.tolist(), columns[2].tolist(), num_blocks_after.tolist(), strict=True):
                 self.block_tables[slot, start:end] = 0
             for slot, request in requests:

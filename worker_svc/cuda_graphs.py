@@ -12,6 +12,7 @@ for seconds per shape.
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -116,11 +117,13 @@ class DecodeGraphs:
 
         Changes no KV: all rows are padding.
         """
+        started = time.monotonic()
         for size in reversed(self._sizes):
             self._pad(0, size)
             if self._graph(size) is None:
                 return
-        logger.info("captured CUDA graphs for %s rows", ", ".join(map(str, self._sizes)))
+        seconds = time.monotonic() - started
+        logger.info("captured CUDA graphs for %s rows in %.1f s", ", ".join(map(str, self._sizes)), seconds)
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
@@ -173,9 +176,8 @@ class DecodeGraphs:
                 found = self._recorder.record(lambda: self._model.forward(static, self._caches))
             except Exception as error:
                 if self._model.device.type == "cuda":
-                    torch.cuda.synchronize(
-                        self._model.device
-                    )  # raises where the device is lost: that is no reason to go on
+                    # Raises where the device is lost: that is no reason to go on.
+                    torch.cuda.synchronize(self._model.device)
                 logger.warning("decode steps run without CUDA graphs: the model can't be captured: %s", error)
                 self._is_usable, self._graphs = False, {}
                 return None

@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from pagewire.errors import (
@@ -38,6 +38,7 @@ from pagewire.errors import (
 from pagewire.plan import GrammarMask, StepPlan, StepResult
 from pagewire.runtime.log_fields import fields
 from worker_svc.compute import ComputeThread, Deferred
+from worker_svc.observer import ExecuteObserver
 from worker_svc.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,14 @@ Outgoing = StepResult | StepFailed | HeartbeatDue | PagewireError | None
 class ExecuteSession:
     """Lives on the event loop. `outgoing` has what is to be sent; `end` closes the session."""
 
-    def __init__(self, core_incarnation: str, epoch: int, worker: Worker, compute: ComputeThread) -> None:
+    def __init__(
+        self,
+        core_incarnation: str,
+        epoch: int,
+        worker: Worker,
+        compute: ComputeThread,
+        observers: Sequence[ExecuteObserver] = (),
+    ) -> None:
         self.core_incarnation = core_incarnation
         self.epoch = epoch
         self.outgoing: asyncio.Queue[Outgoing] = asyncio.Queue()
@@ -75,6 +83,7 @@ class ExecuteSession:
         """When the last plan ended; monotonic."""
         self._worker = worker
         self._compute = compute
+        self._observers = observers
         self._loop = asyncio.get_running_loop()
         self._masks: dict[tuple[int, int], Future[GrammarMask]] = {}
         self._idle = asyncio.Event()
@@ -83,22 +92,29 @@ class ExecuteSession:
 
     def submit(self, plan: StepPlan) -> None:
         """Queues a plan; its result or failure comes to `outgoing`."""
-        arrived_ns = time.monotonic_ns()
+        arrived_ns, started_ns = time.monotonic_ns(), 0
         key = (plan.epoch, plan.step)
         mask: Future[GrammarMask] = Future()
         if plan.awaits_grammar_mask:
             self._masks[key] = mask
 
         def execute() -> StepResult | Deferred[StepResult]:
+            nonlocal started_ns
             if self._is_ended:
                 raise AbortedError("the stream that brought the plan has ended")
-            wait_ns = time.monotonic_ns() - arrived_ns
+            started_ns = time.monotonic_ns()
+            wait_ns = started_ns - arrived_ns
             started = self._worker.start(plan, lambda: _await_mask(mask), self._compute.deliver)
             if isinstance(started, Deferred):
                 return Deferred(lambda: _waited(started.finish(), wait_ns), started.is_ready)
             return _waited(started, wait_ns)
 
-        self._queue(execute, key)
+        def tell(done: Future[StepResult], ended_ns: int) -> None:
+            error = done.exception()
+            for observer in self._observers if started_ns else ():
+                observer.executed(plan, None if error else done.result(), error, started_ns, ended_ns)
+
+        self._queue(execute, key, tell if self._observers else None)
 
     def submit_failure(self, epoch: int, step: int, error: PagewireError) -> None:
         """Reports a plan that could not be read, behind the results of the plans before it."""
@@ -139,7 +155,12 @@ class ExecuteSession:
         """Returns when no plan is pending."""
         await self._idle.wait()
 
-    def _queue(self, execute: Callable[[], StepResult | Deferred[StepResult]], key: tuple[int, int]) -> None:
+    def _queue(
+        self,
+        execute: Callable[[], StepResult | Deferred[StepResult]],
+        key: tuple[int, int],
+        tell: Callable[[Future[StepResult], int], None] | None = None,
+    ) -> None:
         # Results count until they are taken: a core that sends and does not read must not fill the memory.
         if self.num_pending + self.outgoing.qsize() >= MAX_PENDING_PLANS:
             self.end(ResourceExhaustedError(f"more than {MAX_PENDING_PLANS} plans or results wait on the stream"))
@@ -148,6 +169,13 @@ class ExecuteSession:
         self._idle.clear()
         future: Future[StepResult] = self._compute.submit(execute, delivers=True)
         future.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._on_done, done, key))
+        if tell is not None:
+            future.add_done_callback(lambda done: self._tell_soon(tell, done))
+
+    def _tell_soon(self, tell: Callable[[Future[StepResult], int], None], done: Future[StepResult]) -> None:
+        """Tells the observers of a step that has ended now, a turn of the loop later: its result sets off first."""
+        ended_ns = time.monotonic_ns()
+        self._loop.call_soon_threadsafe(lambda: self._loop.call_soon(tell, done, ended_ns))
 
     def _on_done(self, future: Future[StepResult], key: tuple[int, int]) -> None:
         self.num_pending -= 1

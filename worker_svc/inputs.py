@@ -14,7 +14,8 @@ from worker_svc.models.interface import ForwardBatch
 from worker_svc.ragged import has_repeats
 from worker_svc.staging import Array, Staging, packed_bytes
 
-MAX_EXTRA = 12
+MAX_EXTRA = 13
+"""Columns over rows or sampled positions that may travel along."""
 
 
 class InputBuffers:
@@ -35,7 +36,7 @@ class InputBuffers:
         self._seq_lens = np.empty(num_rows, np.int32)
         self._block_tables = np.zeros((num_rows, batch.max_blocks), np.int32)
         self._token_of_place = np.empty(batch.num_kv_blocks * batch.block_size, np.int32)
-        sizes = [8 * num_tokens] * 3 + [4 * (num_rows + 1)] * 2 + [8 * num_rows] * MAX_EXTRA
+        sizes = [8 * num_tokens] * 3 + [4 * (num_rows + 1)] * 2 + [8 * max(num_tokens, num_rows + 1)] * MAX_EXTRA
         sizes.append(self._block_tables.nbytes)
         self._staging = None if device.type == "cpu" and not is_staged else Staging(packed_bytes(sizes), device)
 
@@ -46,7 +47,7 @@ class InputBuffers:
     def stage(self, rows: Rows, extra: Sequence[Array]) -> tuple[ForwardBatch, list[torch.Tensor]]:
         """The ragged batch of the rows: token t of row r is at query_start_loc[r] + t. Valid until the next call.
 
-        extra: at most MAX_EXTRA columns over rows that travel along; their tensors come second.
+        extra: at most MAX_EXTRA columns over rows or sampled positions that travel along; their tensors come second.
 
         Raises InvalidArgumentError where two tokens would write the same KV.
         """

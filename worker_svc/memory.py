@@ -55,12 +55,6 @@ def default_kv_budget_bytes(device: torch.device) -> int:
     return min(DEFAULT_CPU_BUDGET_BYTES, int(available_bytes(device) * _CPU_SHARE))
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    pages = Path("/proc/self/statm").read_text().split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
 def give_memory_back() -> None:
     """Hands to the system what the allocators keep: after loading, 40 MB of 760 for SmolLM2-135M; on a GPU a pool."""
     gc.collect()

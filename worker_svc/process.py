@@ -5,15 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from typing import TYPE_CHECKING
 
 from pagewire.runtime.lifetime import new_incarnation
 from pagewire.runtime.logs import set_incarnation
 from pagewire.runtime.ready import print_ready
 from pagewire.runtime.server import GrpcServer, wait_for_signal
+from pagewire.runtime.tracing import start_tracing, stop_tracing
 from worker_svc.compute import ComputeThread
+from worker_svc.process_metrics import WorkerMetrics
 from worker_svc.server import SERVICE_NAME, WorkerServicer, add_servicer
 from worker_svc.settings import WorkerSettings
+from worker_svc.trace_observer import TraceObserver
 from worker_svc.worker import Worker
+
+if TYPE_CHECKING:
+    from pagewire.runtime.spans import Tracer
 
 logger = logging.getLogger("worker_svc")
 CORE_MARGIN_S = 3.0
@@ -24,6 +31,14 @@ async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
     """Serves until a signal; returns the exit status."""
     incarnation = new_incarnation()
     set_incarnation(incarnation)
+    tracer = start_tracing("worker", incarnation)
+    try:
+        return await _serve(settings, compute, incarnation, tracer)
+    finally:
+        await stop_tracing(tracer)
+
+
+async def _serve(settings: WorkerSettings, compute: ComputeThread, incarnation: str, tracer: Tracer | None) -> int:
     worker = Worker(
         settings.device,
         settings.model,
@@ -35,9 +50,18 @@ async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         cuda_graphs=settings.cuda_graphs,
     )
-    server = GrpcServer.for_settings(SERVICE_NAME, settings)
-    servicer = WorkerServicer(worker, compute, incarnation)
+    metrics = WorkerMetrics(
+        settings,
+        incarnation,
+        worker,
+        is_ready=lambda: server.is_ready,
+        has_core=lambda: servicer.has_core,
+    )
+    server = GrpcServer.for_settings(SERVICE_NAME, settings, metrics.interceptors)
+    observers = [TraceObserver(tracer, worker.device)] if tracer is not None else []
+    servicer = WorkerServicer(worker, compute, incarnation, observers, metrics.steps)
     add_servicer(servicer, server.aio)
+    metrics.start()
     port = await server.start()
     signalled = asyncio.ensure_future(wait_for_signal())
     if settings.preload:
@@ -54,6 +78,7 @@ async def serve(settings: WorkerSettings, compute: ComputeThread) -> int:
     await server.lame_duck(settings.lame_duck_s)
     await servicer.shut_down(settings.drain_s + CORE_MARGIN_S)
     await server.drain(1.0)
+    metrics.close()
     return 0
 
 

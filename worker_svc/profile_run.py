@@ -8,19 +8,30 @@ import torch
 
 import kernels
 from kernels.kv_layout import cache_shapes
-from kernels.sampling import Draws
 from pagewire.errors import InvalidArgumentError, violation
+from worker_svc.device_warm_up import draws
 from worker_svc.models.interface import ForwardBatch, KvCaches, Model
+from worker_svc.sampler import most_logits_rows
 
 logger = logging.getLogger(__name__)
 GRAPH_BYTES = 256 << 20
 """Kept free for what CUDA graphs and libraries take once the pool is there, besides a graph's activations."""
 
 
+NUM_LIKELIEST = 20
+"""Log-probabilities that a row of the largest step asks for; how many changes little."""
+
+
 def run_largest_step(
-    model: Model, *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int
+    model: Model,
+    *,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    block_size: int,
+    kv_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """A forward pass of as many tokens as a step may have, then logits and sampling of as many rows; returns the ids.
+    """A forward pass of as many tokens as a step may have, then sampling that takes most memory; returns the ids.
 
     Every row's blocks are the null block of a pool of one, and no KV is written. Compiles the kernels too.
     """
@@ -28,13 +39,29 @@ def run_largest_step(
     batch = _largest_batch(num_rows, max_num_batched_tokens, max_model_len, block_size, model.device)
     caches: KvCaches = []
     for spec in model.kv_cache_specs():
-        shapes = cache_shapes(1, block_size, spec.num_kv_heads, spec.head_size, dtype=model.dtype, device=model.device)
-        keys, values = (torch.zeros(shape, dtype=model.dtype, device=model.device) for shape in shapes)
+        shapes = cache_shapes(1, block_size, spec.num_kv_heads, spec.head_size, dtype=kv_dtype, device=model.device)
+        keys, values = (torch.zeros(shape, dtype=kv_dtype, device=model.device) for shape in shapes)
         caches.append((keys, values))
     hidden = model.forward(batch, caches)
-    logits = model.compute_logits(hidden[(batch.query_start_loc[1:] - 1).long()])
+    # Rows with drafts sample at several positions; the last ones here, whichever they are.
+    return _sample_most(model, hidden[-most_logits_rows(max_num_seqs) :].clone())
+
+
+def _sample_most(model: Model, hidden: torch.Tensor) -> torch.Tensor:
+    """The way through sampling with most copies of logits that exist at the same time.
+
+    All rows have processors, all but one are random, and all but one want log-probabilities: what is left of a batch
+    when one row is not like the others is a copy.
+    """
+    logits = model.compute_logits(hidden)
     kernels.argmax(logits)
-    return kernels.sample(logits, _draws(num_rows, model.device))
+    processed = logits.clone()
+    kernels.argmax(processed)
+    some = max(1, len(logits) - 1)
+    ids = kernels.sample(processed[:some].clone(), draws(some, model.device))
+    del processed
+    kernels.gather_logprobs(logits[:some].clone(), ids, min(NUM_LIKELIEST, logits.shape[1]), None)
+    return ids
 
 
 def _largest_batch(
@@ -57,21 +84,6 @@ def _largest_batch(
     return ForwardBatch(**on_device, max_query_len=longest, max_seq_len=longest)
 
 
-def _draws(num_rows: int, device: torch.device) -> Draws:
-    def full(value: float, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.full((num_rows,), value, dtype=dtype, device=device)
-
-    return Draws(
-        temperature=full(1.0, torch.float32),
-        top_k=full(0),
-        top_p=full(0.95, torch.float64),
-        min_p=full(0.0, torch.float64),
-        seeds=full(1),
-        positions=full(1),
-        child_indices=full(0),
-    )
-
-
 def cuda_kv_budget_bytes(
     model: Model,
     *,
@@ -80,6 +92,7 @@ def cuda_kv_budget_bytes(
     max_num_seqs: int,
     max_model_len: int,
     block_size: int,
+    kv_dtype: torch.dtype,
 ) -> int:
     """Bytes for the KV pool on the model's GPU.
 
@@ -97,6 +110,7 @@ def cuda_kv_budget_bytes(
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             block_size=block_size,
+            kv_dtype=kv_dtype,
         )
     torch.cuda.synchronize(device)
     step_bytes = torch.cuda.max_memory_allocated(device) - before

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 import kernels
@@ -17,23 +18,32 @@ from pagewire.errors import InternalError, InvalidArgumentError, PagewireError, 
 from pagewire.plan import GrammarMask, StepPlan, StepResult, Timings
 from pagewire.runtime.log_fields import fields
 from worker_svc.batch import Batch, Rows
+from worker_svc.block_moves import BlockMoves
 from worker_svc.compute import Deferred
 from worker_svc.cuda_graphs import DecodeGraphs, Recorder
 from worker_svc.decode_programs import DecodePrograms
+from worker_svc.device_failure import DeviceLostError, is_lost
 from worker_svc.device_steps import Clock, DeviceSteps, wants_only_tokens
+from worker_svc.device_warm_up import warm_up_device
 from worker_svc.inputs import InputBuffers
 from worker_svc.kv_pool import KvPool
 from worker_svc.models.interface import ForwardBatch, Model
 from worker_svc.models.native import Decoder
-from worker_svc.sampler import NOT_NUMBERS, Sampled, logprob_columns, sample_rows, sampled_positions
+from worker_svc.ragged import runs_of_rows
+from worker_svc.sampler import (
+    LOGITS_SLICE,
+    NOT_NUMBERS,
+    Sampled,
+    logprob_columns,
+    most_logits_rows,
+    sample_rows,
+    sampled_positions,
+)
 from worker_svc.sampling_state import PROMPT_LOGPROBS
 
 logger = logging.getLogger(__name__)
 MAX_LOGPROB_BYTES = 48 << 20
 """Most bytes of log-probabilities in one result; the transport's message limit is 64 MiB."""
-_LOGITS_SLICE = 64
-"""Prompt positions whose logits exist at the same time: a whole chunk's would take gigabytes."""
-
 AwaitGrammarMask = Callable[[], GrammarMask]
 
 
@@ -60,12 +70,15 @@ class ModelRunner:
         if is_device is None:
             is_device = model.device.type != "cpu" or is_interpreting()
         self._inputs = InputBuffers(batch, model.device, is_staged=is_device)
+        self._block_moves = BlockMoves(pool.caches, model.device, is_staged=is_device)
         self._forward: Callable[[ForwardBatch], torch.Tensor] = DecodePrograms(model, pool.caches)
         # A model of transformers' may wait for the device somewhere, and a capture that fails can't be undone for sure.
         is_capturable = model.device.type == "cuda" and isinstance(model, Decoder)
+        sizes = {name: getattr(batch, name) for name in ("max_num_seqs", "max_model_len", "block_size")}
+        if model.device.type == "cuda":
+            warm_up_device(model, pool.caches, **sizes, max_num_batched_tokens=batch.max_num_batched_tokens)
         if recorder is not None or (cuda_graphs and is_capturable):
-            sizes = {"max_num_seqs": batch.max_num_seqs, "max_model_len": batch.max_model_len}
-            graphs = DecodeGraphs(model, pool.caches, **sizes, block_size=batch.block_size, recorder=recorder)
+            graphs = DecodeGraphs(model, pool.caches, **sizes, recorder=recorder)
             graphs.capture_all()
             self._forward = graphs
         self._device_steps = DeviceSteps(model, batch, self._inputs, self._forward) if is_device else None
@@ -97,19 +110,30 @@ class ModelRunner:
         """Runs one step; calls on_prepared when the forward pass is about to begin or, on a device, has been launched.
 
         Raises InvalidArgumentError for a plan that is wrong and InternalError for a computation that fails; the batch
-        is as before then. A row that fails by itself is in the result's errors.
+        is as before then. DeviceLostError: no later step will run either. A row that fails by itself is in the result's
+        errors.
         """
         start_ns = time.monotonic_ns()
+        if self._device_steps is not None:
+            self._device_steps.settle_drafts()
         rows, undo = self.batch.apply(plan)
         try:
             return self._run(plan, rows, await_grammar_mask, on_prepared or _nothing, start_ns)
         except PagewireError:
-            undo()
+            self._undo(undo)
             raise
         except Exception as error:
-            undo()
             logger.exception("step %d failed", plan.step, extra=fields(epoch=plan.epoch, step=plan.step))
+            if is_lost(self.model.device):
+                undo()
+                raise DeviceLostError(error) from error
+            self._undo(undo)
             raise InternalError(f"{type(error).__name__}: {error}") from error
+
+    def _undo(self, undo: Callable[[], None]) -> None:
+        undo()
+        if self._device_steps is not None:
+            self._device_steps.rewind()
 
     def _run(
         self,
@@ -120,7 +144,7 @@ class ModelRunner:
         start_ns: int,
     ) -> StepResult | Deferred[StepResult]:
         if len(plan.copy_sources) or len(plan.zero_block_ids):
-            self._move_blocks(plan)
+            self._block_moves.run(plan.copy_sources, plan.copy_destinations, plan.zero_block_ids)
         result = StepResult(plan.epoch, plan.step, EMPTY_INT32, EMPTY_INT32, EMPTY_INT32)
         device_steps = self._device_steps
         if device_steps is not None and not wants_only_tokens(plan, rows, self.batch):
@@ -150,7 +174,7 @@ class ModelRunner:
         if self.batch.sampling.wanted(rows.slots) & PROMPT_LOGPROBS:
             result.prompt_logprobs, errors, bytes_left = self._prompt_logprobs(rows, inputs, hidden)
         mask = self._grammar_mask(plan, rows, await_grammar_mask)
-        sampled = self._sample(rows, inputs, hidden, mask, bytes_left)
+        sampled = self._sample(rows, hidden, mask, bytes_left)
         clock.mark()
         self._commit(rows, sampled, errors, result)
         result.timings = Timings(
@@ -169,26 +193,29 @@ class ModelRunner:
         new = [request.slot for request in plan.new_requests if is_failed[request.slot]]
         return {slot: self.batch.request(slot).error for slot in {*plan.slots[is_failed[plan.slots]].tolist(), *new}}
 
-    def _move_blocks(self, plan: StepPlan) -> None:
-        device = self.model.device
-        ids = (plan.copy_sources, plan.copy_destinations, plan.zero_block_ids)
-        sources, destinations, zeros = (torch.from_numpy(column.astype(np.int64)).to(device) for column in ids)
-        for key_cache, value_cache in list.__iter__(self.pool.caches):
-            if len(plan.copy_sources):
-                kernels.copy_blocks(key_cache, value_cache, sources, destinations)
-            if len(plan.zero_block_ids):
-                kernels.zero_blocks(key_cache, value_cache, zeros)
+    def _sample(self, rows: Rows, hidden: torch.Tensor, mask: GrammarMask | None, max_bytes: int) -> Sampled:
+        """What the rows emit; where drafts make positions many, some rows at a time."""
+        starts = np.cumsum(rows.num_scheduled_tokens, dtype=np.int64) - rows.num_scheduled_tokens
+        if rows.num_draft_tokens is None:
+            return self._sample_run(rows, starts, hidden, mask, max_bytes)
+        found, place = list[Sampled](), np.arange(len(rows))
+        for first, end in runs_of_rows(rows.num_sampled_tokens, most_logits_rows(self.batch.max_num_seqs)):
+            run = rows.only((place >= first) & (place < end))
+            found.append(self._sample_run(run, starts[first:end], hidden, mask, max_bytes))
+            max_bytes -= found[-1].logprob_bytes
+        return Sampled.of_runs(found)
 
-    def _sample(
-        self, rows: Rows, inputs: ForwardBatch, hidden: torch.Tensor, mask: GrammarMask | None, max_bytes: int
+    def _sample_run(
+        self, rows: Rows, starts: npt.NDArray[np.int64], hidden: torch.Tensor, mask: GrammarMask | None, max_bytes: int
     ) -> Sampled:
+        """Samples rows whose tokens begin at `starts` in the hidden states."""
         positions = sampled_positions(self.batch, rows)
         if not len(positions):
             return Sampled(np.zeros(len(rows), np.int32), EMPTY_INT32, {}, {})
         if len(positions) < len(hidden):
             row = positions.rows
-            ends = np.cumsum(rows.num_scheduled_tokens)
-            index = ends[row] - rows.num_sampled_tokens[row] + positions.places
+            firsts = starts + rows.num_scheduled_tokens - rows.num_sampled_tokens
+            index = firsts[row] + positions.places
             hidden = hidden[torch.from_numpy(index).to(hidden.device)]
         logits = self.model.compute_logits(hidden)
         self._num_phases += 1
@@ -249,8 +276,8 @@ class ModelRunner:
     def _prompt_columns(self, hidden: torch.Tensor, slot: int, first: int, num_likeliest: int) -> LogprobColumns | None:
         """Columns of the prompt tokens from `first` on; None where logits are not numbers."""
         parts = []
-        for start in range(0, len(hidden), _LOGITS_SLICE):
-            logits = self.model.compute_logits(hidden[start : start + _LOGITS_SLICE])
+        for start in range(0, len(hidden), LOGITS_SLICE):
+            logits = self.model.compute_logits(hidden[start : start + LOGITS_SLICE])
             self._num_phases += 1
             if not bool(kernels.argmax(logits)[1].isfinite().all()):
                 return None

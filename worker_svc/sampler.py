@@ -20,6 +20,16 @@ Ints = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
 NOT_NUMBERS = "the model's logits are not numbers"
 NOTHING_ALLOWED = "the logits processors forbid every token"
+LOGITS_SLICE = 64
+"""Prompt positions whose logits exist at the same time: a whole chunk's would take gigabytes."""
+
+
+def most_logits_rows(max_num_seqs: int) -> int:
+    """Rows of logits that exist at the same time: with drafts a step may sample at more positions, in several runs.
+
+    Only one row's own positions may be more.
+    """
+    return max(max_num_seqs, LOGITS_SLICE)
 
 
 @dataclass(slots=True)
@@ -50,6 +60,23 @@ class Sampled:
     """By slot."""
     logprobs: dict[int, LogprobColumns]
     """By slot."""
+
+    @staticmethod
+    def of_runs(runs: list[Sampled]) -> Sampled:
+        """Of all the rows, from runs of them."""
+        if len(runs) == 1:
+            return runs[0]
+        return Sampled(
+            np.concatenate([run.num_emitted for run in runs]),
+            np.concatenate([run.token_ids for run in runs]),
+            {slot: error for run in runs for slot, error in run.errors.items()},
+            {slot: columns for run in runs for slot, columns in run.logprobs.items()},
+        )
+
+    @property
+    def logprob_bytes(self) -> int:
+        """Of the log-probabilities in a result, as `max_logprob_bytes` counts them."""
+        return sum(columns.token_ids.size * 8 for columns in self.logprobs.values())
 
 
 def sampled_positions(batch: Batch, rows: Rows) -> Positions:

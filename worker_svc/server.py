@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc.aio
@@ -21,11 +22,14 @@ from pagewire.errors import (
     violation,
 )
 from pagewire.plan import StepResult
+from pagewire.runtime.process_stats import process_stats
 from pagewire.types_wire import model_info_to_proto, protocol_versions, tokenizer_chunks
 from pagewire.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc import wire
 from worker_svc.compute import ComputeThread
 from worker_svc.execute_session import ExecuteSession, StepFailed
+from worker_svc.metrics import StepMetrics
+from worker_svc.observer import ExecuteObserver
 from worker_svc.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -43,10 +47,19 @@ T = TypeVar("T")
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """The service of one worker. Its one client is the core that made the newest handshake."""
 
-    def __init__(self, worker: Worker, compute: ComputeThread, incarnation: str) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        compute: ComputeThread,
+        incarnation: str,
+        observers: Sequence[ExecuteObserver] = (),
+        metrics: StepMetrics | None = None,
+    ) -> None:
         self._worker = worker
         self._compute = compute
         self._incarnation = incarnation
+        self._observers = observers
+        self._metrics = metrics
         self._core = ""
         self._session: ExecuteSession | None = None
         self._is_ending = False
@@ -124,6 +137,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self, request: worker_pb2.WorkerServiceUtilityRequest, context: Context
     ) -> worker_pb2.WorkerServiceUtilityResponse:
         """One of the list."""
+        if request.WhichOneof("command") == "stats" and not request.core_incarnation:
+            return self._stats()
         core, worker, response = self._require(request.core_incarnation), self._worker, wire.Utility
         match request.WhichOneof("command"):
             case "sleep":
@@ -133,8 +148,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 await self._run(core, worker.wake_up)
                 return response(wake_up=response.WakeUp())
             case "stats":
-                # Read from here: it must answer while a step runs.
-                return wire.stats_to_proto(worker.stats())
+                return self._stats()
             case "profile":
                 path = await self._run(core, lambda: worker.profile(request.profile.start))
                 return response(profile=response.Profile(path=path))
@@ -142,6 +156,21 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 raise InvalidArgumentError([violation("command", "unset", "must be set")])
             case name:
                 raise UnimplementedError(f"command {name} is not served by this build")
+
+    def _stats(self) -> worker_pb2.WorkerServiceUtilityResponse:
+        """Read from here and not on the compute thread: it must answer while a step runs."""
+        worker, process = self._worker, process_stats(self._incarnation)
+        stats = replace(
+            worker.stats(),
+            resident_bytes=process.resident_bytes,
+            process=process,
+            core_incarnation=self._core,
+            is_stream_open=self._session is not None,
+            step_age_ms=self._step_age_ms(),
+            device=worker.device,
+            model="" if worker.model is None else worker.model.model,
+        )
+        return wire.stats_to_proto(stats)
 
     async def Execute(
         self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: Context
@@ -161,6 +190,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                     return
                 if isinstance(item, PagewireError):
                     raise item
+                if self._metrics is not None:
+                    self._metrics.count(item)
                 if isinstance(item, StepFailed):
                     yield wire.failure_to_proto(item.epoch, item.step, item.error)
                 elif isinstance(item, StepResult):
@@ -173,6 +204,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             session.end(None)
             if self._session is session:
                 self._session = None
+
+    @property
+    def has_core(self) -> bool:
+        """Whether a core's Execute stream is open. Any thread."""
+        return self._session is not None
 
     async def shut_down(self, grace_s: float, idle_s: float = IDLE_END_S) -> None:
         """Serves the core that holds the worker until it lets go, sends no plan for `idle_s`, or `grace_s` are over.
@@ -204,7 +240,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 reason="EPOCH_IN_THE_PAST",
             )
         self._end_session(AbortedError("a newer Execute stream of the same core took this one's place"))
-        self._session = ExecuteSession(core, first.open.epoch, self._worker, self._compute)
+        self._session = ExecuteSession(core, first.open.epoch, self._worker, self._compute, self._observers)
         return self._session
 
     async def _receive(
@@ -241,9 +277,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             session.submit(plan)
 
     def _heartbeat(self) -> worker_pb2.ExecuteResponse:
+        return wire.heartbeat_to_proto(self._step_age_ms(), self._worker.step, self._worker.progress)
+
+    def _step_age_ms(self) -> int:
         started_ns = self._worker.step_started_ns
-        age_ms = (time.monotonic_ns() - started_ns) // 1_000_000 if started_ns else 0
-        return wire.heartbeat_to_proto(age_ms, self._worker.step, self._worker.progress)
+        return (time.monotonic_ns() - started_ns) // 1_000_000 if started_ns else 0
 
     async def _run(self, core: str, function: Callable[[], T]) -> T:
         """Runs a call of a core on the compute thread, unless the core is fenced when its turn comes."""

@@ -11,6 +11,8 @@ from pagewire.engine import ModelInfo
 from pagewire.errors import InvalidArgumentError, PagewireError, UnimplementedError, violation
 from pagewire.plan import GrammarMask, NewRequest, StepPlan, StepResult
 from pagewire.sampling_wire import sampling_params_from_proto
+from pagewire.stats import WorkerStats
+from pagewire.stats_wire import fill
 from pagewire.types_wire import (
     adapter_from_proto,
     dtype_from_proto,
@@ -20,7 +22,6 @@ from pagewire.types_wire import (
     trace_context_from_proto,
 )
 from pagewire.v1 import types_pb2, worker_pb2
-from worker_svc.worker import WorkerStats
 
 MAX_INCARNATION_CHARS = 128
 
@@ -175,11 +176,4 @@ def heartbeat_to_proto(step_age_ms: int, step: int, progress: int) -> worker_pb2
 
 def stats_to_proto(stats: WorkerStats) -> worker_pb2.WorkerServiceUtilityResponse:
     """Numbers about the worker."""
-    return Utility(
-        stats=Utility.Stats(
-            num_steps=stats.num_steps,
-            num_slots_used=stats.num_slots_used,
-            resident_bytes=stats.resident_bytes,
-            sleep_level=stats.sleep_level,
-        )
-    )
+    return Utility(stats=fill(Utility.Stats(), stats))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import NoReturn
 
 import torch
@@ -21,41 +19,18 @@ from pagewire.errors import (
     violation,
 )
 from pagewire.plan import StepPlan, StepResult
+from pagewire.stats import WorkerStats
 from worker_svc.batch import Batch
 from worker_svc.compute import Deferred
-from worker_svc.kv_pool import allocate_pool, check_sizes
-from worker_svc.memory import device_named, give_memory_back, resident_bytes
-from worker_svc.models.loader import LoadedModel, load_model
+from worker_svc.device_failure import DeviceLostError
+from worker_svc.kv_pool import allocate_pool, cache_dtype, check_sizes
+from worker_svc.load_request import LoadRequest, OnProgress
+from worker_svc.memory import device_named, give_memory_back
+from worker_svc.models.kv_scales import warn_without_scales
+from worker_svc.models.loader import LoadedModel
 from worker_svc.profile_run import cuda_kv_budget_bytes
 from worker_svc.profiler import Profiler
 from worker_svc.runner import AwaitGrammarMask, ModelRunner
-
-logger = logging.getLogger(__name__)
-
-OnProgress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """What to load; empty fields mean what the model's files say."""
-
-    model: str
-    revision: str = ""
-    dtype: str = ""
-    quantization: str = ""
-    max_model_len: int = 0
-    force_generic: bool = False
-    load_format: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStats:
-    """Numbers about the worker."""
-
-    num_steps: int
-    num_slots_used: int
-    resident_bytes: int
-    sleep_level: int
 
 
 class Worker:
@@ -89,20 +64,15 @@ class Worker:
                 [violation("gpu_memory_utilization", gpu_memory_utilization, "must be in (0, 1]")]
             )
         self._gpu_memory_utilization, self._cuda_graphs = gpu_memory_utilization, cuda_graphs
-        self._default_model = default_model
-        self._default_quantization = default_quantization
+        self._default_model, self._default_quantization = default_model, default_quantization
         self._default_dtype, self._default_max_model_len = default_dtype, default_max_model_len
-        self._kv_cache_memory_bytes = kv_cache_memory_bytes
-        self._num_threads = num_threads
+        self._kv_cache_memory_bytes, self._num_threads = kv_cache_memory_bytes, num_threads
         self._loaded: LoadedModel | None = None
         self._load_request: LoadRequest | None = None
         self._runner: ModelRunner | None = None
         self._profiler = Profiler(self._device)
-        self._num_steps = 0
-        self._step_ended_ns = 0
-        self._failed_step = 0
+        self._num_steps = self._step_ended_ns = self._failed_step = self._num_other_progress = 0
         self._device_error = ""
-        self._num_other_progress = 0
         self.epoch = 0
         """Epoch of the KV pool; 0 without one. `step` is the last one executed in it."""
         self.step = 0
@@ -125,6 +95,11 @@ class Worker:
         runner = self._runner
         return self._num_other_progress + (0 if runner is None else runner.num_progress)
 
+    @property
+    def kv_pool_bytes(self) -> int:
+        runner = self._runner
+        return 0 if runner is None else runner.pool.num_bytes
+
     def load_model(
         self,
         model: str = "",
@@ -138,6 +113,7 @@ class Worker:
         on_progress: OnProgress | None = None,
     ) -> ModelInfo:
         """Loads a model (empty: the default one), or finds it loaded. Another one takes the place of the old one."""
+        self._require_device()
         source = model or self._default_model
         if not source:
             raise InvalidArgumentError([violation("model", model, "must be given: the worker has no default model")])
@@ -157,38 +133,13 @@ class Worker:
     def _load(self, request: LoadRequest, on_progress: OnProgress | None) -> None:
         if self._num_threads:
             torch.set_num_threads(self._num_threads)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread: where kernels are launched
 
         def progress(stage: str, fraction: float) -> None:
             self._num_other_progress += 1
             if on_progress is not None:
                 on_progress(stage, fraction)
 
-        started = time.monotonic()
-        self._loaded = load_model(
-            request.model,
-            revision=request.revision,
-            dtype=request.dtype,
-            device=str(self._device),
-            quantization=request.quantization,
-            max_model_len=request.max_model_len,
-            force_generic=request.force_generic,
-            load_format=request.load_format,
-            on_progress=progress,
-        )
-        self._load_request = request
-        give_memory_back()
-        info = self._loaded.info
-        logger.info(
-            "loaded %s (%s, %s, %.0f M parameters, %.0f MiB) in %.1f s",
-            info.model,
-            info.architecture,
-            info.dtype,
-            info.num_parameters / 1e6,
-            info.weights_bytes / 2**20,
-            time.monotonic() - started,
-        )
+        self._loaded, self._load_request = request.load(self._device, progress), request
 
     def tokenizer_files(self) -> Mapping[str, bytes]:
         """The tokenizer's files by name."""
@@ -210,7 +161,10 @@ class Worker:
         What an earlier epoch had is gone. Returns blocks, bytes per block and the cache's type.
         """
         loaded = self._require_model()
+        self._require_device()
         check_sizes(block_size, max_num_seqs, max_num_batched_tokens)
+        dtype = kv_cache_dtype or loaded.info.dtype
+        element_type = cache_dtype(dtype, self._device)
         if epoch <= self.epoch:
             raise FailedPreconditionError(f"epoch {epoch} is not above {self.epoch}", reason="EPOCH_IN_THE_PAST")
         self._drop_cache()
@@ -225,16 +179,18 @@ class Worker:
                 max_num_seqs=max_num_seqs,
                 max_model_len=max_model_len,
                 block_size=block_size,
+                kv_dtype=element_type,
             )
         pool = allocate_pool(
             loaded.model.kv_cache_specs(),
             block_size=block_size,
             num_blocks=num_blocks,
             memory_bytes=memory_bytes,
-            dtype=kv_cache_dtype or loaded.info.dtype,
+            dtype=dtype,
             device=self._device,
             most_blocks=max_num_seqs * -(-max_model_len // block_size) + 1,
         )
+        warn_without_scales(loaded.model, element_type)
         batch = Batch(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -279,15 +235,16 @@ class Worker:
         runner = self._runner
         if runner is None:
             raise FailedPreconditionError("there is no KV cache: InitializeCache comes first", reason="NO_CACHE")
-        if self._device_error:
-            raise InternalError(f"the device failed, the worker must be started again: {self._device_error}")
+        self._require_device()
         self._check_order(plan)
         is_idle = self._step_ended_ns and not self.step_started_ns
         self.step_started_ns = started_ns = time.monotonic_ns()
         idle_ns = started_ns - self._step_ended_ns if is_idle else 0
         try:
             started = runner.start(plan, await_grammar_mask, on_prepared)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, DeviceLostError):
+                self._device_error = error.message
             self._failed_step = plan.step
             self._end_step(started_ns)
             raise
@@ -299,14 +256,14 @@ class Worker:
             return started
 
         def finish() -> StepResult:
-            # Only a device that has failed raises here, and it fails in every later step too.
             try:
                 result = started.finish()
                 result.timings.idle_ns = idle_ns
                 return result
-            except Exception as error:
-                self._device_error = f"{type(error).__name__}: {error}"
-                raise InternalError(f"the device failed: {self._device_error}") from error
+            except Exception as error:  # of a device that has failed: nothing else is left to raise
+                lost = error if isinstance(error, DeviceLostError) else DeviceLostError(error)
+                self._device_error = lost.message
+                raise lost from error
             finally:
                 self._end_step(started_ns)
 
@@ -373,10 +330,16 @@ class Worker:
         return self._profiler.start() if start else self._profiler.stop()
 
     def stats(self) -> WorkerStats:
-        """Numbers about the worker."""
+        """What only the worker knows; its servicer fills in the rest."""
         runner = self._runner
         num_slots_used = 0 if runner is None else runner.batch.num_slots_used
-        return WorkerStats(self._num_steps, num_slots_used, resident_bytes(), self.sleep_level)
+        return WorkerStats(self._num_steps, num_slots_used, 0, self.sleep_level, epoch=self.epoch, step=self.step)
+
+    def _require_device(self) -> None:
+        if self._device_error:
+            raise InternalError(
+                f"the worker must be started again: {self._device_error}", reason=DeviceLostError.reason
+            )
 
     def _require_model(self) -> LoadedModel:
         if self._loaded is None or self.sleep_level:

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 SECTIONS = ("parity", "decode", "prefill", "small", "steps", "flex")
 MAX_SECONDS, _GRACE_S = 450.0, 25.0
-_SHARES = {"parity": 0.45, "decode": 0.30, "prefill": 0.15, "small": 0.12, "steps": 0.30, "flex": 1.0}
-"""Most of what is left at its start that a section may take; what it does not need is the next one's."""
+SHARES = {"parity": 0.40, "decode": 0.30, "prefill": 0.20, "small": 0.25, "steps": 0.55, "flex": 1.0}
+"""Most of what is left at its start that a section may take; what it does not need is the next one's. Where each takes
+all of it: 180, 81, 38, 38, 62 and 51 seconds of 450."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -48,15 +49,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def new_setting(options: argparse.Namespace) -> Setting:
     """The device, seeded. Raises SystemExit where there is no GPU and it is no dry run."""
-    import torch
+    from bench.gpu_check.setting import Setting, require_compiler, require_triton
 
-    from bench.gpu_check.setting import Setting
+    require_triton()
+    import torch
 
     if not options.dry_run and not torch.cuda.is_available():
         sys.exit(f"torch {torch.__version__} sees no CUDA device; --dry-run proves the script on a CPU")
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     torch.manual_seed(seed)
     device = torch.device("cpu" if options.dry_run else "cuda:0")
+    require_compiler(device)
     return Setting(device, options.dry_run, seed, time.monotonic() + options.seconds)
 
 
@@ -77,10 +80,42 @@ def machine(setting: Setting) -> Row:
     }
 
 
+def label(row: Row) -> str:
+    """What a row is of: its first columns, up to the figures."""
+    return " ".join(str(value) for name, value in row.items() if isinstance(value, str | int) and name != "note")
+
+
+def fill(setting: Setting, name: str, module: str, function: str, rows: list[Row]) -> tuple[str, bool]:
+    """Appends a section's rows; returns what stopped it, "" where nothing did, and whether the device is lost."""
+    from bench.gpu_check.setting import DeviceLost, first_line
+
+    note, before = "", "its start"
+    try:
+        # Imported here: a package that one section lacks is no reason to measure nothing.
+        for row in getattr(importlib.import_module(module), function)(setting):
+            rows.append(row)
+            before = label(row)
+            setting.require_device(f"{name}: {before}")
+    except DeviceLost as error:
+        return str(error), True
+    except Exception as error:
+        if name == "limits":
+            raise  # every share is of these
+        note = f"{name}: {first_line(error)}"
+    try:
+        setting.require_device(f"{name}: what came after {before}")
+    except DeviceLost as error:
+        return f"{note}; {error}" if note else str(error), True
+    return note, False
+
+
 def run_sections(
     setting: Setting, wanted: Sequence[str], notes: list[str], save: Callable[[dict[str, list[Row]]], None]
 ) -> dict[str, list[Row]]:
-    """Rows by section, saved after each; a section that raises leaves a note and the others run."""
+    """Rows by section, saved after each; a section that raises leaves its rows and a note, and the others run.
+
+    They do not where the device is lost: whatever they did would fail for a reason that is not theirs.
+    """
     from bench.gpu_check.report import table
 
     places = {
@@ -98,25 +133,23 @@ def run_sections(
         if name not in wanted and name != "limits":
             continue
         started = time.monotonic()
-        setting.ends_at = min(ends_at, started + (ends_at - started) * _SHARES.get(name, 1.0))
-        try:
-            # Imported here: a package that one section lacks is no reason to measure nothing.
-            run = getattr(importlib.import_module(f"bench.gpu_check.{module}"), function)
-            found[name] = run(setting)
-        except Exception as error:
-            if name == "limits":
-                raise  # every share is of these
-            text = f"{name}: {type(error).__name__}: {error}".splitlines()[0]
-            notes.append(text)
-            found[name] = []
+        share = 1.0 if setting.is_dry else SHARES.get(name, 1.0)
+        setting.ends_at = min(ends_at, started + (ends_at - started) * share)
+        rows = found.setdefault(name, [])
+        note, is_lost = fill(setting, name, f"bench.gpu_check.{module}", function, rows)
+        if note:
+            notes.append(note)
             if name == "parity":
-                found[name] = [{"operation": "parity", "what": text, "ok": "NO"}]
+                rows.append({"operation": "parity", "what": note, "ok": "NO"})
+        save(found)
+        print(f"\n== {name} ({time.monotonic() - started:.1f} s)\n{table(rows)}", flush=True)
+        if is_lost:
+            print(f"stopped: {note}", flush=True)
+            break
         if setting.device.type == "cuda":
             import torch
 
             torch.cuda.empty_cache()
-        save(found)
-        print(f"\n== {name} ({time.monotonic() - started:.1f} s)\n{table(found[name])}", flush=True)
     setting.ends_at = ends_at
     return found
 

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 import kernels
-from bench.gpu_check.attention_cases import new_caches, scrambled_tables
+from bench.gpu_check.attention_cases import FP8, new_caches, scrambled_tables
 from bench.gpu_check.report import Bar, Row
-from bench.gpu_check.setting import Setting
+from bench.gpu_check.setting import Setting, first_line
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
 DECODES = [(batch, context) for context in (128, 1024, 2048, 8192, 32768) for batch in (1, 8, 32, 128, 256)]
+FP8_DECODES = [(batch, context) for context in (2048, 8192, 32768) for batch in (1, 32, 128, 256)]
 PREFILLS = [(1, 128), (1, 1024), (8, 1024), (1, 2048), (4, 2048), (1, 8192), (4, 8192), (1, 32768)]
 MAX_DENSE_BYTES = 20 << 30
 """Others read keys and values that lie in one piece, which is made for them."""
 DECODE_SHARE, PREFILL_SHARE, PREFILL_AIM = 0.85, 0.45, 0.6
 _DECODE_FROM_BATCH, _DECODE_FROM_CONTEXT, _PREFILL_FROM = 32, 2048, 8192
-
-
-def _error(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:60]
 
 
 def _try(setting: Setting, make: Callable[[], Callable[[], Any] | None]) -> float | str:
@@ -33,7 +30,7 @@ def _try(setting: Setting, make: Callable[[], Callable[[], Any] | None]) -> floa
         run = make()
         return "" if run is None else setting.seconds(run, 0.15)
     except Exception as error:
-        return _error(error)
+        return first_line(error)[:60]
 
 
 def _dense(setting: Setting, batch: int, context: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -69,21 +66,22 @@ def _flashinfer_decode(
     return lambda: wrapper.run(query, caches)
 
 
-def decode(setting: Setting) -> list[Row]:
-    """A token per row at the same context; bytes are those of the keys and values."""
-    cases = [(2, 9), (1, 5)] if setting.is_dry else DECODES
-    block_size = BLOCK_SIZE
-    most = max(batch * -(-context // block_size) for batch, context in cases)
-    caches = new_caches(setting, most + 1, block_size, NUM_KV_HEADS if not setting.is_dry else 2, HEAD_SIZE)
-    num_heads = NUM_HEADS if not setting.is_dry else 4
-    rows: list[Row] = []
-    for batch, context in cases:
-        try:
-            setting.require(5)
-            rows.append(_decode_row(setting, caches, batch, context, num_heads))
-        except Exception as error:
-            rows.append({"batch": batch, "context": context, "note": setting.reason(error)})
-    return rows
+def decode(setting: Setting) -> Iterator[Row]:
+    """A token per row at the same context, in caches of the type measured and of 8 bits; bytes are the caches'."""
+    num_heads, num_kv_heads = (4, 2) if setting.is_dry else (NUM_HEADS, NUM_KV_HEADS)
+    for dtype, cases in ((setting.dtype, DECODES), (FP8, FP8_DECODES)):
+        cases = [(2, 9), (1, 5)] if setting.is_dry else cases
+        most = max(batch * -(-context // BLOCK_SIZE) for batch, context in cases)
+        caches = new_caches(setting, most + 1, BLOCK_SIZE, num_kv_heads, HEAD_SIZE, dtype)
+        for batch, context in cases:
+            row: Row = {"batch": batch, "context": context, "KV": str(dtype).removeprefix("torch.")}
+            try:
+                setting.require(5)
+                row |= _decode_row(setting, caches, batch, context, num_heads)
+            except Exception as error:
+                row["note"] = setting.reason(error)
+            yield row
+        del caches
 
 
 def _decode_row(
@@ -101,15 +99,13 @@ def _decode_row(
         kernels.paged_attention(query, *caches, starts, lengths, tables, scale, out=out)
 
     seconds = setting.seconds(attend)
-    num_bytes = 2 * batch * context * caches[0][0, 0].numel() * setting.dtype.itemsize
+    num_bytes = 2 * batch * context * caches[0][0, 0].numel() * caches[0].element_size()
     row: Row = {
-        "batch": batch,
-        "context": context,
         "us": seconds * 1e6,
         "GB/s": num_bytes / seconds / 1e9,
         "% of copy": 100 * num_bytes / seconds / setting.copy_rate,
     }
-    if setting.is_dry:
+    if setting.is_dry or caches[0].dtype != setting.dtype:
         return row
 
     def sdpa() -> Callable[[], Any] | None:
@@ -126,17 +122,16 @@ def _decode_row(
     return row
 
 
-def prefill(setting: Setting) -> list[Row]:
+def prefill(setting: Setting) -> Iterator[Row]:
     """Whole prompts; operations are those below the diagonal."""
-    cases = [(1, 5), (2, 3)] if setting.is_dry else PREFILLS
-    rows: list[Row] = []
-    for batch, length in cases:
+    for batch, length in [(1, 5), (2, 3)] if setting.is_dry else PREFILLS:
+        row: Row = {"batch": batch, "tokens": length}
         try:
             setting.require(5)
-            rows.append(_prefill_row(setting, batch, length))
+            row |= _prefill_row(setting, batch, length)
         except Exception as error:
-            rows.append({"batch": batch, "tokens": length, "note": setting.reason(error)})
-    return rows
+            row["note"] = setting.reason(error)
+        yield row
 
 
 def _prefill_row(setting: Setting, batch: int, length: int) -> Row:
@@ -155,8 +150,6 @@ def _prefill_row(setting: Setting, batch: int, length: int) -> Row:
     seconds = setting.seconds(attend, 0.5)
     operations = 4 * batch * num_heads * HEAD_SIZE * length * (length + 1) / 2
     row: Row = {
-        "batch": batch,
-        "tokens": length,
         "us": seconds * 1e6,
         "TFLOP/s": operations / seconds / 1e12,
         "% of matmul": 100 * operations / seconds / setting.matmul_rate,
@@ -189,13 +182,14 @@ def _prefill_row(setting: Setting, batch: int, length: int) -> Row:
     return row
 
 
-def flex(setting: Setting) -> list[Row]:
+def flex(setting: Setting) -> Iterator[Row]:
     """torch's flex_attention on one prompt; compiling it takes most of the time."""
     if setting.is_dry:
-        return []
+        return
     length = 8192
+    row: Row = {"batch": 1, "tokens": length}
     try:
-        setting.require(60)
+        setting.require(45)
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device=str(setting.device))
@@ -204,19 +198,23 @@ def flex(setting: Setting) -> list[Row]:
         dense = _dense(setting, 1, length)
         assert dense is not None
         seconds = setting.seconds(lambda: compiled(query, *dense, block_mask=mask, enable_gqa=True))
+        operations = 4 * NUM_HEADS * HEAD_SIZE * length * (length + 1) / 2
+        row |= {"us": seconds * 1e6, "TFLOP/s": operations / seconds / 1e12}
     except Exception as error:
-        return [{"batch": 1, "tokens": length, "note": _error(error)}]
-    operations = 4 * NUM_HEADS * HEAD_SIZE * length * (length + 1) / 2
-    return [{"batch": 1, "tokens": length, "us": seconds * 1e6, "TFLOP/s": operations / seconds / 1e12}]
+        row["note"] = setting.reason(error)
+    yield row
 
 
 def bars(decodes: list[Row], prefills: list[Row]) -> list[Bar]:
-    """The worst of the cases that have a bar."""
+    """The worst of the cases that have a bar; caches in 8 bits have none."""
     found = []
     chosen = [
         row
         for row in decodes
-        if row["batch"] >= _DECODE_FROM_BATCH and row["context"] >= _DECODE_FROM_CONTEXT and "% of copy" in row
+        if row["batch"] >= _DECODE_FROM_BATCH
+        and row["context"] >= _DECODE_FROM_CONTEXT
+        and "% of copy" in row
+        and not row["KV"].startswith("float8")
     ]
     worst = min(chosen, key=lambda row: row["% of copy"], default=None)
     what = f"decode attention at least {DECODE_SHARE:.0%} of the copy bandwidth from batch 32 x 2k up"

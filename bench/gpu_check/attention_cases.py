@@ -11,6 +11,8 @@ from bench.gpu_check.setting import Setting
 from kernels.kv_layout import block_size_of, cache_shapes
 
 FP8 = torch.float8_e4m3fn
+SCALES = ("no scales", "a scale per tensor", "a scale per head")
+"""Of caches in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,16 @@ def scrambled_tables(lengths: list[int], block_size: int, num_blocks: int, devic
     return tables.to(device)
 
 
-def paged_case(setting: Setting, case: Case, dtype: torch.dtype, cache_dtype: torch.dtype) -> PagedCase:
+def random_scales(setting: Setting, kind: str, num_kv_heads: int) -> dict[str, torch.Tensor]:
+    """A kind of SCALES, as operations take them."""
+    count = {"no scales": 0, "a scale per tensor": 1, "a scale per head": num_kv_heads}[kind]
+    names = ("key_scale", "value_scale") if count else ()
+    return {name: torch.rand(count, device=setting.device) + 0.5 for name in names}
+
+
+def paged_case(
+    setting: Setting, case: Case, dtype: torch.dtype, cache_dtype: torch.dtype, scales: str = SCALES[0]
+) -> PagedCase:
     """Fresh random numbers; NaN in the output and in the null block, which nothing may read."""
     lengths = [length for _, length in case.rows]
     num_blocks = sum(-(-length // case.block_size) for length in lengths) + 1
@@ -79,7 +90,7 @@ def paged_case(setting: Setting, case: Case, dtype: torch.dtype, cache_dtype: to
     for cache in (keys, values):
         cache[0] = torch.nan
     num_tokens = sum(count for count, _ in case.rows)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = dict(random_scales(setting, scales, case.num_kv_heads))
     for name in case.options:
         number = {"sliding_window": 300, "softcap": 20.0}.get(name)
         options[name] = setting.randn(case.num_heads, dtype=torch.float32) if number is None else number
@@ -98,10 +109,14 @@ def paged_case(setting: Setting, case: Case, dtype: torch.dtype, cache_dtype: to
     )
 
 
+def _per_head(scale: torch.Tensor | None) -> torch.Tensor | float:
+    return 1.0 if scale is None else scale.double()[:, None]
+
+
 def dense_attention(kv: PagedCase) -> torch.Tensor:
     """The same by products of whole rows in float64: [num_tokens, num_heads, head_size]."""
     starts, out = kv.query_start_loc.tolist(), torch.zeros_like(kv.out, dtype=torch.float64)
-    num_heads, num_kv_heads = kv.query.shape[1], kv.caches[0].shape[2]
+    groups = kv.query.shape[1] // kv.caches[0].shape[2]
     block_size = block_size_of(kv.caches[0])
     for row, length in enumerate(kv.seq_lens.tolist()):
         first, end = starts[row], starts[row + 1]
@@ -114,7 +129,8 @@ def dense_attention(kv: PagedCase) -> torch.Tensor:
             for cache in kv.caches
         )
         key, value = (
-            x.flatten(0, 1)[:length].double().repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (key, value)
+            (x.flatten(0, 1)[:length].double() * _per_head(kv.options.get(name))).repeat_interleave(groups, dim=1)
+            for x, name in ((key, "key_scale"), (value, "value_scale"))
         )
         scores = torch.einsum("qhd,khd->hqk", kv.query[first:end].double(), key) * kv.scale
         if (softcap := kv.options.get("softcap")) is not None:
@@ -135,11 +151,19 @@ def dense_attention(kv: PagedCase) -> torch.Tensor:
     return out
 
 
-def new_caches(setting: Setting, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> Any:
-    """Random caches of the type that is measured, filled in parts: a random number takes four bytes on its way."""
-    shapes = cache_shapes(num_blocks, block_size, num_kv_heads, head_size, dtype=setting.dtype, device=setting.device)
-    caches = tuple(torch.empty(shape, dtype=setting.dtype, device=setting.device) for shape in shapes)
+def new_caches(
+    setting: Setting,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random caches, of the type that is measured if none is given; filled in parts, as numbers pass through others."""
+    dtype = dtype or setting.dtype
+    shapes = cache_shapes(num_blocks, block_size, num_kv_heads, head_size, dtype=dtype, device=setting.device)
+    caches = [torch.empty(shape, dtype=dtype, device=setting.device) for shape in shapes]
     for cache in caches:
         for part in cache.split(1 << 14):
-            part.normal_()
-    return caches
+            part.copy_(setting.randn(*part.shape))
+    return caches[0], caches[1]

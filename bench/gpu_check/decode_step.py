@@ -6,14 +6,14 @@ The floor: every weight and every key and value is read once, at the rate of a c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import kernels
 from bench.gpu_check.report import Bar, Row
-from bench.gpu_check.setting import Setting, Skipped
+from bench.gpu_check.setting import Setting
 from pagewire.columns import int32
 from pagewire.plan import NewRequest, StepPlan
 from pagewire.sampling import SamplingParams
@@ -164,12 +164,11 @@ class WorkerSteps:
         return plan
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     """Per batch: the floor, the model and the whole worker, each with graphs and without."""
     setting.require(20)
     model = build_model(setting)
-    context, max_model_len = (9, 64) if setting.is_dry else (CONTEXT, MAX_MODEL_LEN)
-    batches = (3,) if setting.is_dry else BATCHES
+    context, batches = (9, (3,)) if setting.is_dry else (CONTEXT, BATCHES)
     width = -(-(context + 5 * _NUM_STEPS) // BLOCK_SIZE) if not setting.is_dry else 4
     pool = allocate_pool(
         model.kv_cache_specs(),
@@ -180,39 +179,45 @@ def run(setting: Setting) -> list[Row]:
         device=setting.device,
         most_blocks=1 << 30,
     )
-    recorder = _CallsAgain() if setting.is_dry else None
-    rows: list[Row] = []
     for batch in batches:
         row: Row = {"batch": batch, "context": context}
         try:
-            setting.require(15)
-        except Skipped as reason:
-            rows.append(row | {"note": str(reason)})
-            continue
-        floor = floor_seconds(setting, model, batch, context)
-        row["floor ms"] = floor * 1e3
-        inputs = _decodes(pool, batch, context, setting.device)
-        sizes = {"max_num_seqs": batch, "max_model_len": max_model_len}
-        with torch.inference_mode():
-            graphs = DecodeGraphs(model, pool.caches, **sizes, block_size=BLOCK_SIZE, recorder=recorder)
-            found = {
-                "model, graphs": _model_seconds(setting, model, graphs, inputs),
-                "model, eager": _model_seconds(setting, model, lambda b: model.forward(b, pool.caches), inputs),
-            }
-        if not graphs.num_recorded:
-            row["note"] = "the model could not be captured"
-        for name, with_graphs in (("worker, graphs", True), ("worker, eager", False)):
-            tokens = {"max_num_batched_tokens": max(batch, 64), "num_kv_blocks": pool.num_blocks}
-            state = Batch(**sizes, **tokens, block_size=BLOCK_SIZE, vocab_size=model.vocab_size)
-            runner = ModelRunner(
-                model, pool, state, cuda_graphs=with_graphs, is_device=True, recorder=recorder if with_graphs else None
-            )
-            steps = WorkerSteps(runner, batch, context, width * BLOCK_SIZE - context, BLOCK_SIZE)
-            found[name] = _per_step(setting, steps.run)
-        for name, seconds in found.items():
-            row[f"{name} ms"], row[f"{name} x floor"] = seconds * 1e3, seconds / floor
-        rows.append(row)
-    return rows
+            _fill_row(setting, row, model, pool, width)
+        except Exception as error:  # what was measured before it stays
+            row["note"] = setting.reason(error)
+        yield row
+        if setting.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _fill_row(setting: Setting, row: Row, model: Decoder, pool: KvPool, width: int) -> None:
+    """Adds the figures of a batch as they are measured; width: blocks per row."""
+    setting.require(10)
+    batch, context = row["batch"], row["context"]
+    floor = floor_seconds(setting, model, batch, context)
+    row["floor ms"] = floor * 1e3
+    inputs = _decodes(pool, batch, context, setting.device)
+    sizes = {"max_num_seqs": batch, "max_model_len": 64 if setting.is_dry else MAX_MODEL_LEN}
+    recorder = _CallsAgain() if setting.is_dry else None
+
+    def add(name: str, seconds: float) -> None:
+        row[f"{name} ms"], row[f"{name} x floor"] = seconds * 1e3, seconds / floor
+
+    # What has a bar comes first.
+    for name, with_graphs in (("worker, graphs", True), ("worker, eager", False)):
+        tokens = {"max_num_batched_tokens": max(batch, 64), "num_kv_blocks": pool.num_blocks}
+        state = Batch(**sizes, **tokens, block_size=BLOCK_SIZE, vocab_size=model.vocab_size)
+        runner = ModelRunner(
+            model, pool, state, cuda_graphs=with_graphs, is_device=True, recorder=recorder if with_graphs else None
+        )
+        steps = WorkerSteps(runner, batch, context, width * BLOCK_SIZE - context, BLOCK_SIZE)
+        add(name, _per_step(setting, steps.run))
+    with torch.inference_mode():
+        graphs = DecodeGraphs(model, pool.caches, **sizes, block_size=BLOCK_SIZE, recorder=recorder)
+        add("model, graphs", _model_seconds(setting, model, graphs, inputs))
+        add("model, eager", _model_seconds(setting, model, lambda b: model.forward(b, pool.caches), inputs))
+    if not graphs.num_recorded:
+        row["note"] = "the model could not be captured"
 
 
 def bars(rows: list[Row]) -> list[Bar]:

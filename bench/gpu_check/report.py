@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,13 +42,22 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 
+def plain(value: Any) -> Any:
+    """The same for JSON, which has no word for infinities and for what is no number: they become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def write(
     folder: Path, machine: Row, sections: dict[str, list[Row]], bars: Sequence[Bar], notes: Sequence[str]
 ) -> None:
     """gpu_check.json, and a CSV per section."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {"machine": machine, "sections": sections, "bars": [asdict(bar) for bar in bars], "notes": list(notes)}
-    (folder / "gpu_check.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / "gpu_check.json").write_text(json.dumps(plain(found), indent=1, allow_nan=False) + "\n")
     for name, rows in sections.items():
         if rows:
             names = list(dict.fromkeys(column for row in rows for column in row))

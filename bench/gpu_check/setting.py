@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -18,6 +20,31 @@ _NUM_WARM_UPS, _MIN_REPEATS, _MAX_REPEATS = 3, 5, 25
 
 class Skipped(Exception):
     """There was no time or no library; the message says which."""
+
+
+class DeviceLost(Exception):
+    """Nothing runs on the device any more, in this process; the message says what was the last that did."""
+
+
+def require_triton() -> None:
+    """Raises SystemExit where Triton is missing: the operations would run on torch, and be equal to it."""
+    if importlib.util.find_spec("triton") is None:
+        sys.exit("Triton is not installed: there would be no kernel to check (pip install 'triton>=3.6')")
+
+
+def require_compiler(device: torch.device) -> None:
+    """Raises SystemExit where Triton compiles nothing: it needs a C compiler and Python's headers for each launch."""
+    import kernels
+
+    try:
+        kernels.silu_and_mul(torch.zeros(1, 8, device=device)).cpu()
+    except Exception as error:
+        sys.exit(f"Triton can't compile and launch a kernel here: {first_line(error)}")
+
+
+def first_line(error: BaseException) -> str:
+    """Of an error with its type; torch's have paragraphs of advice."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 @dataclass
@@ -58,13 +85,20 @@ class Setting:
             raise Skipped(f"no time left: {max(self.seconds_left(), 0.0):.0f} s")
 
     def reason(self, error: Exception) -> str:
-        """Why a row has no figure. Raises where no row can have one: in a dry run, or when the device is lost."""
+        """Why a row has no figure. Raises in a dry run, where every row has one."""
         if isinstance(error, Skipped):
             return str(error)
         if self.is_dry:
             raise error
-        torch.cuda.synchronize()
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return first_line(error)
+
+    def require_device(self, after: str) -> None:
+        """Raises DeviceLost where nothing can be launched any more: an error of a kernel comes back from every call."""
+        if self.device.type == "cuda":
+            try:
+                torch.zeros(1, device=self.device).add_(1).item()
+            except Exception as error:
+                raise DeviceLost(f"{after} broke the device: {first_line(error)}") from error
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -96,23 +130,18 @@ class Setting:
         return median(found)
 
 
-def measure_limits(setting: Setting) -> list[dict[str, Any]]:
+def measure_limits(setting: Setting) -> Iterator[dict[str, Any]]:
     """What the hardware gives: the rates that everything else is compared with."""
     copied, copy_s = _copy(setting, 1 << (12 if setting.is_dry else 30))
     setting.copy_rate = copied / copy_s
+    rate = f"{setting.copy_rate / 1e9:.0f} GB/s"
+    yield {"what": f"copy, {copied / 1e9:.1f} GB read and written", "ms": copy_s * 1e3, "rate": rate}
     size = 64 if setting.is_dry else 8192
     a, b = setting.randn(size, size), setting.randn(size, size)
     product_s = setting.seconds(lambda: a @ b, 1.0)
     setting.matmul_rate = 2 * size**3 / product_s
     what = f"{size} x {size} x {size} product in {str(setting.dtype).removeprefix('torch.')}"
-    return [
-        {
-            "what": f"copy, {copied / 1e9:.1f} GB read and written",
-            "ms": copy_s * 1e3,
-            "rate": f"{setting.copy_rate / 1e9:.0f} GB/s",
-        },
-        {"what": what, "ms": product_s * 1e3, "rate": f"{setting.matmul_rate / 1e12:.0f} TFLOP/s"},
-    ]
+    yield {"what": what, "ms": product_s * 1e3, "rate": f"{setting.matmul_rate / 1e12:.0f} TFLOP/s"}
 
 
 def _copy(setting: Setting, num_elements: int) -> tuple[int, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -86,9 +86,8 @@ MAKERS: dict[str, tuple[Callable[[Setting, int], Timed], tuple[int, ...]]] = {
 }
 
 
-def run(setting: Setting) -> list[Row]:
+def run(setting: Setting) -> Iterator[Row]:
     """Bytes are those that a single pass reads and writes, so a second pass shows as half the rate."""
-    rows: list[Row] = []
     for name, (make, counts) in MAKERS.items():
         for count in (3,) if setting.is_dry else counts:
             row: Row = {"operation": name, "rows": count}
@@ -103,5 +102,4 @@ def run(setting: Setting) -> list[Row]:
                 }
             except Exception as error:
                 row["note"] = setting.reason(error)
-            rows.append(row)
-    return rows
+            yield row

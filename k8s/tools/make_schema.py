@@ -11,7 +11,6 @@ import sys
 import typing
 
 from chart_values import CHART, chart_values
-from pagewire.runtime.logs import LEVELS
 from schema_parts import (
     BOOLEAN,
     COUNT_OR_PERCENT,
@@ -32,6 +31,8 @@ from schema_parts import (
     settings_of,
     strict,
 )
+
+LEVEL = "(debug|info|warning|error)"
 
 
 def probe(*, has_seconds: bool = False, has_threshold: bool = False) -> Schema:
@@ -142,7 +143,7 @@ def root() -> Schema:
         "listenHost": {"type": "string", "minLength": 1},
         "imageRegistry": STRING,
         "imagePullSecrets": {"type": "array", "items": strict({"name": NAME})},
-        "logLevel": one_of(*LEVELS),
+        "logLevel": {"type": "string", "pattern": f"^({LEVEL}|[\\w.]+={LEVEL})(,[\\w.]+={LEVEL})*$"},
         "logFormat": one_of("json", "text"),
         "grpcExperiments": STRING,
         "terminationMarginSeconds": integer(10, 600),
@@ -210,6 +211,7 @@ def _tls() -> Schema:
             "existingSecret": NAME,
             "secrets": strict(dict.fromkeys(("frontend", "core", "worker", "client"), NAME)),
             "mutual": BOOLEAN,
+            "clientCertificates": BOOLEAN,
             "certManager": strict(
                 {
                     "enabled": BOOLEAN,
@@ -236,6 +238,7 @@ def _otel() -> Schema:
                 "minimum": 0,
                 "maximum": 1,
             },
+            "metrics": BOOLEAN,
             "resourceAttributes": SCALAR_MAP,
             "headersSecret": strict({"name": NAME, "key": STRING}),
         }

@@ -14,7 +14,17 @@ from worker_svc.settings import WorkerSettings
 
 SERVICES: dict[str, type[Any]] = {"frontend": FrontendSettings, "core": CoreSettings, "worker": WorkerSettings}
 _EVERYWHERE = {
-    *("host", "port", "log_level", "log_format", "drain_s", "lame_duck_s", "tls_ca_file", "tls_cert_file"),
+    *(
+        "host",
+        "port",
+        "log_level",
+        "log_format",
+        "tls_client_auth",
+        "drain_s",
+        "lame_duck_s",
+        "tls_ca_file",
+        "tls_cert_file",
+    ),
     *("tls_key_file", "health_host", "health_port", "metrics_host", "metrics_port"),
 }
 CHART_OWNED = {

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.variant import Variant
+from kernels.cuda.variant import FLOATS, Variant
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -65,17 +65,19 @@ def num_warps(segments: int, value_padded: int) -> int:
 
 
 def variants() -> list[Variant]:
-    """Few and many segments."""
-    types = {"out": "*bf16", "lse": "*fp32", "partial": "*fp32", "partial_lse": "*fp32", "query_start_loc": "*i32"}
-    types |= {"num_rows": "i32", "out_token": "i32", "out_head": "i32"}
-    return [
-        Variant(
-            f"paged_attention reduce {size} of {segments}",
-            _reduce,
-            types,
-            {"VALUE_SIZE": size, "VALUE_PADDED": int(triton.next_power_of_2(size)), "SEGMENTS": segments},
-            num_warps=num_warps(segments, int(triton.next_power_of_2(size))),
-            aligned=frozenset({"out_token", "out_head"}),
-        )
-        for size, segments in ((64, 4), (80, 16), (128, 64), (256, 64))
-    ]
+    """Few and many segments; without log-sum-exps in every type."""
+    wanted = [("bf16", *sizes, True) for sizes in ((64, 4), (80, 16), (128, 64), (256, 64))]
+    # What bench/gpu_check launches.
+    wanted += [(kind, *sizes, False) for kind in FLOATS for sizes in ((96, 2), (128, 4), (128, 64), (256, 32))]
+    wanted += [("bf16", 128, segments, False) for segments in (8, 16)]
+    return [_variant(*one) for one in wanted]
+
+
+def _variant(kind: str, size: int, segments: int, has_lse: bool) -> Variant:
+    types = {"out": f"*{kind}", "partial": "*fp32", "partial_lse": "*fp32", "query_start_loc": "*i32"}
+    types |= {"num_rows": "i32", "out_token": "i32", "out_head": "i32"} | ({"lse": "*fp32"} if has_lse else {})
+    padded = int(triton.next_power_of_2(size))
+    constants = {"VALUE_SIZE": size, "VALUE_PADDED": padded, "SEGMENTS": segments} | ({} if has_lse else {"lse": None})
+    name = f"paged_attention reduce {kind} {size} of {segments}{' lse' if has_lse else ''}"
+    aligned = frozenset({"out_token", "out_head"})
+    return Variant(name, _reduce, types, constants, num_warps=num_warps(segments, padded), aligned=aligned)

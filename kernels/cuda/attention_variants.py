@@ -51,6 +51,15 @@ _VERIFY = _Batch("verification", 1024, 256, groups=8)
 _MIXED = _Batch("mixed", 301, 64)
 _PREFILL = _Batch("prefill", 8192, 4)
 _SPLIT_PREFILL = _Batch("split prefill", 256, 1)
+_CASES = (
+    (128, 16, _SPLIT, ()),
+    (128, 16, _PREFILL, ("window",)),
+    (64, 32, _Batch("ragged", 650, 7), ("window", "sinks")),
+    (80, 16, _Batch("ragged", 650, 7, groups=1, num_kv_heads=16), ("alibi_slopes",)),
+    (96, 16, _Batch("ragged", 650, 7, groups=6, num_kv_heads=2), ("softcap",)),
+    (256, 16, _Batch("split decode", 24, 24, groups=8, num_kv_heads=1), ("window", "softcap")),
+)
+"""Head size, block size, batch and options of what is compared with float64 on a GPU: bench/gpu_check."""
 
 
 def _chosen(query: str, cache: str, size: int, batch: _Batch, capability: int) -> Tiles:
@@ -75,6 +84,7 @@ def _variants(
         by_tiles.setdefault((_chosen(query, cache, size, batch, capability), bits), []).append(capability)
     kind = query if cache == query else f"{query} on {cache}"
     name = " ".join(["paged_attention", kind, str(size), batch.name, *options])
+    name += f" groups of {batch.groups}" if batch.groups != 4 and batch is not _VERIFY else ""
     name += f" blocks of {block_size}" if block_size != 16 else ""
     return [
         _variant(
@@ -144,4 +154,18 @@ def variants() -> list[Variant]:
         found += _variants("bf16", "bf16", 256, batch, ("window", "softcap"), capabilities=_MEASURED)
         found += _variants("bf16", "bf16", 128, batch, ("lse",), capabilities=_MEASURED)
         found += _variants("bf16", "bf16", 64, batch, ("alibi_slopes",), capabilities=_MEASURED)
-    return found + _variants("bf16", "bf16", 128, _DECODE, block_size=5, capabilities=_MEASURED)
+    found += _variants("bf16", "bf16", 128, _DECODE, block_size=5, capabilities=_MEASURED)
+    return found + _variants_of_cases({variant.name for variant in found})
+
+
+def _variants_of_cases(known: set[str]) -> list[Variant]:
+    """In every type that such a GPU multiplies, and over caches in 8 bits, with scales and without."""
+    found: list[Variant] = []
+    for query in _COMPUTE:
+        for cache in (query, "fp8e4nv") if query != "fp32" else (query,):
+            scales = _SCALES if cache != query else ()
+            for size, block_size, batch, options in _CASES:
+                found += _variants(query, cache, size, batch, (*options, *scales), block_size, _MEASURED)
+            for batch in (_DECODE, _SPLIT, _PREFILL) if scales else ():
+                found += _variants(query, cache, 128, batch, capabilities=_MEASURED)
+    return [variant for variant in found if variant.name not in known]

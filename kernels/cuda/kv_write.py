@@ -207,21 +207,24 @@ CACHE_TYPES = {f"{name}_{what}_stride": "i32" for name in ("key", "value") for w
 CACHE_TYPES |= {"block_size": "i32", "num_kv_heads": "i32"}
 """Of what `cache_arguments` gives besides pointers, and of the number of heads."""
 WRITES = [(kind, kind) for kind in FLOATS] + [("bf16", "u8"), ("fp16", "u8"), ("bf16", "fp16")]
-"""Types of what is written and of the cache."""
+"""Types of what is written and of the cache; float8 with scales."""
+UNSCALED = [("bf16", "u8"), ("fp16", "u8")]
+"""The same, float8 without."""
 
 
 def variants() -> list[Variant]:
-    """Heads of 128 numbers, of every type, to caches of the same type, of float8 with scales, and of another type."""
+    """Heads of 128 numbers, of every type, to caches of the same type, of float8, and of another type."""
     found = []
-    for kind, cache in WRITES:
+    for kind, cache, has_scales in [(*types, types[1] == "u8") for types in WRITES] + [(*x, False) for x in UNSCALED]:
         types = CACHE_TYPES | {"key": f"*{kind}", "value": f"*{kind}", "slot_mapping": "*i64"}
         types |= {"key_cache": f"*{cache}", "value_cache": f"*{cache}", "head_size": "i32", "value_size": "i32"}
         types |= {f"{name}_{what}_stride": "i32" for name in ("key", "value") for what in ("token", "head")}
         constants: dict[str, Any] = {"HEADS": 8, "KEY_BLOCK": 128, "VALUE_BLOCK": 128}
-        if cache == "u8":
+        if has_scales:
             types |= {"key_scale": "*fp32", "value_scale": "*fp32"}
         else:
             constants |= {"key_scale": None, "value_scale": None}
         aligned = frozenset(name for name in types if name.endswith(("_stride", "_size")) and "scale" not in name)
-        found.append(Variant(f"write_kv {kind} to {cache}", _write_kv, types, constants, aligned=aligned))
+        name = f"write_kv {kind} to {cache}{' scaled' if has_scales else ''}"
+        found.append(Variant(name, _write_kv, types, constants, aligned=aligned))
     return found

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.cuda.kv_write import CACHE_TYPES, cache_arguments, heads_per_program, put_heads, slot_place
+from kernels.cuda.kv_write import CACHE_TYPES, UNSCALED, cache_arguments, heads_per_program, put_heads, slot_place
 from kernels.cuda.variant import FLOATS, Variant
 
 TILE = 2048
@@ -201,18 +201,20 @@ def variants() -> list[Variant]:
         ("bf16", "bf16", shape) for shape in ((64, 32, False), (80, 16, False), (96, 48, False), (256, 128, True))
     ]
     wanted += [(kind, "u8", shape) for kind in ("bf16", "fp16") for shape in (whole, normed)]
-    return [_variant(kind, cache, *shape) for kind, cache, shape in wanted]
+    found = [_variant(kind, cache, *shape, cache == "u8") for kind, cache, shape in wanted]
+    return found + [_variant(kind, cache, *shape, False) for kind, cache in UNSCALED for shape in (whole, normed)]
 
 
-def _variant(kind: str, cache: str, head_size: int, half: int, has_norms: bool) -> Variant:
+def _variant(kind: str, cache: str, head_size: int, half: int, has_norms: bool, has_scales: bool) -> Variant:
     types = CACHE_TYPES | {"qkv": f"*{kind}", "positions": "*i64", "slot_mapping": "*i64", "eps": "fp32"}
     types |= {"cos_table": "*fp32", "sin_table": "*fp32", "token_stride": "i32", "table_stride": "i32"}
     types |= {"key_cache": f"*{cache}", "value_cache": f"*{cache}", "num_heads": "i32"}
-    optional = {"query_norm": f"*{kind}" if has_norms else None, "key_scale": "*fp32" if cache == "u8" else None}
+    optional = {"query_norm": f"*{kind}" if has_norms else None, "key_scale": "*fp32" if has_scales else None}
     optional |= {"key_norm": optional["query_norm"], "value_scale": optional["key_scale"]}
     constants: dict[str, Any] = {name: None for name, kind in optional.items() if kind is None}
     types |= {name: kind for name, kind in optional.items() if kind is not None}
     constants |= {"HEADS": heads_per_program(32, head_size, TILE)} | _blocks(head_size, head_size, half)
     aligned = frozenset(name for name in types if name.endswith("_stride") and "scale" not in name)
-    what = f"{kind} to {cache} {head_size} turned {2 * half}{' normed' if has_norms else ''}"
+    what = f"{kind} to {cache} {head_size} turned {2 * half}"
+    what += (" normed" if has_norms else "") + (" scaled" if has_scales else "")
     return Variant(f"rotate_and_write_kv {what}", _rotate_and_write_kv, types, constants, aligned=aligned)

@@ -11,12 +11,17 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pagewire.client import AsyncClient
-from pagewire.client_types import Prompt
+from pagewire.client_trace import call_span, client_tracing
+from pagewire.client_types import Prompt, RequestOptions
 from pagewire.errors import InvalidArgumentError, PagewireError, violation
-from pagewire.generate import seconds, server_flag
+from pagewire.generate import connection, seconds, server_flag
+from pagewire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from pagewire.runtime.spans import Tracer
 
 FIRST_PLAIN_TOKEN = 256
 """Random prompts leave out the ids below, where vocabularies keep their special tokens."""
@@ -116,31 +121,33 @@ def _random_prompt(length: int, vocab_size: int, rng: random.Random) -> list[int
     return [rng.randrange(min(FIRST_PLAIN_TOKEN, vocab_size - 1), vocab_size) for _ in range(length)]
 
 
-async def measure(client: AsyncClient, job: Job, timeout_s: float) -> Measurement:
+async def measure(client: AsyncClient, job: Job, timeout_s: float, tracer: Tracer | None = None) -> Measurement:
     """Runs one request."""
     found = Measurement()
     started = time.perf_counter()
     try:
-        stream = client.generate(
-            job.prompt, max_tokens=job.max_tokens, temperature=0.0, ignore_eos=True, timeout_s=timeout_s
-        )
-        async for part in stream:
-            found.arrivals_s.append(time.perf_counter() - started)
-            found.num_tokens.append(sum(len(output.token_ids) for output in part.outputs))
-            if part.usage is not None:
-                found.num_prompt_tokens = part.usage.prompt_tokens
+        with call_span(tracer, client.target, "Generate") as trace_context:
+            options = RequestOptions(trace_context=trace_context)
+            params = SamplingParams(max_tokens=job.max_tokens, temperature=0.0, ignore_eos=True)
+            async for part in client.generate(job.prompt, params, options=options, timeout_s=timeout_s):
+                found.arrivals_s.append(time.perf_counter() - started)
+                found.num_tokens.append(sum(len(output.token_ids) for output in part.outputs))
+                if part.usage is not None:
+                    found.num_prompt_tokens = part.usage.prompt_tokens
     except PagewireError as error:
         found.error = f"{error.code}: {error.message}"
     return found
 
 
-async def run(client: AsyncClient, jobs: Sequence[Job], concurrency: int, timeout_s: float) -> dict[str, Any]:
+async def run(
+    client: AsyncClient, jobs: Sequence[Job], concurrency: int, timeout_s: float, tracer: Tracer | None = None
+) -> dict[str, Any]:
     """Runs all jobs, at most `concurrency` at once, and sums up."""
     gate = asyncio.Semaphore(concurrency)
 
     async def one(job: Job) -> Measurement:
         async with gate:
-            return await measure(client, job, timeout_s)
+            return await measure(client, job, timeout_s, tracer)
 
     started = time.perf_counter()
     measurements = await asyncio.gather(*(one(job) for job in jobs))
@@ -187,23 +194,24 @@ def _print_table(summary: dict[str, Any]) -> None:
             print(f"{key:<24} {value}")
 
 
-async def _main(arguments: argparse.Namespace) -> dict[str, Any]:
+async def _main(arguments: argparse.Namespace, tracer: Tracer | None) -> dict[str, Any]:
     rng = random.Random(arguments.seed)
-    async with AsyncClient(arguments.server) as client:
+    async with AsyncClient(arguments.server, **connection(arguments)) as client:
         vocab_size = (await client.get_model(timeout_s=30)).info.vocab_size
         if arguments.workload is not None:
             jobs = read_workload(_lines(arguments.workload), vocab_size, rng)
         else:
             lengths = [arguments.prompt_len] * arguments.num_prompts
             jobs = [Job(_random_prompt(length, vocab_size, rng), arguments.max_tokens) for length in lengths]
-        return await run(client, jobs, arguments.concurrency, arguments.timeout)
+        return await run(client, jobs, arguments.concurrency, arguments.timeout, tracer)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; status 1 where the server is missing or any request failed."""
     arguments = _parser().parse_args(argv)
     try:
-        summary = asyncio.run(_main(arguments))
+        with client_tracing() as tracer:
+            summary = asyncio.run(_main(arguments, tracer))
     except (PagewireError, OSError) as error:
         print(f"pagewire bench: {error}", file=sys.stderr)
         return 1

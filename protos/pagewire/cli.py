@@ -17,6 +17,7 @@ Everything on this machine:
 Talk to a running server:
   generate   send one prompt and stream the answer to the terminal
   bench      measure throughput, time to first token and inter-token latency
+  top        watch a deployment: requests, steps, KV cache, rates, services
 
 One process each, for several machines or a debugger:
   worker     the muscle: loads the model and computes           (listens on 50053)
@@ -32,7 +33,12 @@ PAGEWIRE_CORE_MAX_NUM_SEQS (of one service), then PAGEWIRE_MAX_NUM_SEQS (of all)
 First try:  pagewire serve        and, in another terminal:  pagewire generate "Why is the sky blue?"
 """
 
-_OWN = {"serve": "pagewire.serve", "generate": "pagewire.generate", "bench": "pagewire.bench"}
+_OWN = {
+    "serve": "pagewire.serve",
+    "generate": "pagewire.generate",
+    "bench": "pagewire.bench",
+    "top": "pagewire.top.command",
+}
 _SERVICES = {"frontend": "frontend_svc", "core": "core_svc", "worker": "worker_svc", "fetch": "worker_svc.fetch"}
 
 
@@ -51,22 +57,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"pagewire {version('pagewire')}")
         return 0
-    if command in _OWN:
-        return int(importlib.import_module(_OWN[command]).main(rest))
-    if command in _SERVICES:
-        # By name and not by import: this package knows no service.
-        sys.argv = [f"pagewire {command}", *rest]
-        try:
+    try:
+        if command in _OWN:
+            return int(importlib.import_module(_OWN[command]).main(rest))
+        if command in _SERVICES:
+            # By name and not by import: this package knows no service.
+            sys.argv = [f"pagewire {command}", *rest]
             runpy.run_module(_SERVICES[command], run_name="__main__", alter_sys=False)
-        except ModuleNotFoundError as error:
-            extra = _SERVICES[command].partition("_")[0]
-            print(
-                f"pagewire {command}: the package {error.name!r} is not installed; "
-                f"pip install 'pagewire[{extra}]' has what this command needs",
-                file=sys.stderr,
-            )
-            return 1
-        return 0
+            return 0
+    except ModuleNotFoundError as error:
+        extra = _SERVICES.get(command, "client").partition("_")[0]
+        print(
+            f"pagewire {command}: the package {error.name!r} is not installed; "
+            f"pip install 'pagewire[{extra}]' has what this command needs",
+            file=sys.stderr,
+        )
+        return 1
     print(f"pagewire: there is no command {command!r}\n\n{USAGE}", end="", file=sys.stderr)
     return 2
 

@@ -36,6 +36,7 @@ from pagewire.client_types import (
 )
 from pagewire.engine import AbortOutcome
 from pagewire.errors import DeadlineExceededError, PagewireError, UnavailableError
+from pagewire.runtime.propagation import Metadata, trace_metadata
 from pagewire.runtime.status import from_rpc_error
 from pagewire.runtime.transport import TlsConfig, secure_or_insecure_channel, sync_channel
 from pagewire.sampling import SamplingParams
@@ -74,10 +75,13 @@ def _abort_outcomes(response: frontend_pb2.AbortResponse) -> dict[str, AbortOutc
 class Client:
     """A blocking client of one frontend (host:port). Safe to use from several threads."""
 
-    def __init__(self, target: str, *, tls: TlsConfig | None = None, timeout_s: float | None = None) -> None:
-        """`timeout_s` is the deadline of every call unless the call brings its own."""
+    def __init__(
+        self, target: str, *, tls: TlsConfig | None = None, timeout_s: float | None = None, api_key: str = ""
+    ) -> None:
+        """`timeout_s` is the deadline of every call unless the call brings its own; `api_key` goes with each."""
         self.target = target
         self._timeout_s = timeout_s
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else None
         self._channel = sync_channel(target, tls)
         self._stub: Any = frontend_pb2_grpc.FrontendServiceStub(self._channel)
 
@@ -91,14 +95,20 @@ class Client:
         """Closes the connection; running calls are cancelled."""
         self._channel.close()
 
+    def _options(self, timeout_s: float | None, metadata: Metadata | None = None) -> dict[str, Any]:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return {"timeout": timeout_s, "metadata": (*(self._metadata or ()), *(metadata or ())) or None}
+
     def _call(self, method: str, request: Any, timeout_s: float | None) -> Any:
         try:
-            return getattr(self._stub, method)(request, timeout=self._timeout_s if timeout_s is None else timeout_s)
+            return getattr(self._stub, method)(request, **self._options(timeout_s))
         except grpc.RpcError as error:
             raise _error(error, self.target, request) from None
 
-    def _stream(self, method: str, request: Any, timeout_s: float | None) -> Iterator[Response]:
-        call = getattr(self._stub, method)(request, timeout=self._timeout_s if timeout_s is None else timeout_s)
+    def _stream(
+        self, method: str, request: Any, timeout_s: float | None, metadata: Metadata | None
+    ) -> Iterator[Response]:
+        call = getattr(self._stub, method)(request, **self._options(timeout_s, metadata))
         try:
             for message in call:
                 yield read_response(message)
@@ -119,7 +129,7 @@ class Client:
         """Completes a prompt (text or token ids) and yields what is new as it comes."""
         options = options or RequestOptions()
         request = generate_request(prompt, make_sampling_params(params, sampling), options)
-        return self._stream("Generate", request, timeout_s)
+        return self._stream("Generate", request, timeout_s, trace_metadata(options.trace_context))
 
     def complete(
         self,
@@ -145,7 +155,7 @@ class Client:
         """Answers a conversation, rendered with the model's chat template, and yields what is new as it comes."""
         options = options or RequestOptions()
         request = chat_request(messages, make_sampling_params(params, sampling), options)
-        return self._stream("Chat", request, timeout_s)
+        return self._stream("Chat", request, timeout_s, trace_metadata(options.trace_context))
 
     def complete_chat(
         self,
@@ -195,10 +205,13 @@ class Client:
 class AsyncClient:
     """An asyncio client of one frontend (host:port); same calls as Client. Made inside a running event loop."""
 
-    def __init__(self, target: str, *, tls: TlsConfig | None = None, timeout_s: float | None = None) -> None:
-        """`timeout_s` is the deadline of every call unless the call brings its own."""
+    def __init__(
+        self, target: str, *, tls: TlsConfig | None = None, timeout_s: float | None = None, api_key: str = ""
+    ) -> None:
+        """`timeout_s` is the deadline of every call unless the call brings its own; `api_key` goes with each."""
         self.target = target
         self._timeout_s = timeout_s
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else None
         self._channel = secure_or_insecure_channel(target, tls)
         self._stub: Any = frontend_pb2_grpc.FrontendServiceStub(self._channel)
 
@@ -214,16 +227,20 @@ class AsyncClient:
         """Closes the connection; running calls are cancelled."""
         await self._channel.close()
 
+    def _options(self, timeout_s: float | None, metadata: Metadata | None = None) -> dict[str, Any]:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        return {"timeout": timeout_s, "metadata": (*(self._metadata or ()), *(metadata or ())) or None}
+
     async def _call(self, method: str, request: Any, timeout_s: float | None) -> Any:
         try:
-            return await getattr(self._stub, method)(
-                request, timeout=self._timeout_s if timeout_s is None else timeout_s
-            )
+            return await getattr(self._stub, method)(request, **self._options(timeout_s))
         except grpc.RpcError as error:
             raise _error(error, self.target, request) from None
 
-    async def _stream(self, method: str, request: Any, timeout_s: float | None) -> AsyncIterator[Response]:
-        call = getattr(self._stub, method)(request, timeout=self._timeout_s if timeout_s is None else timeout_s)
+    async def _stream(
+        self, method: str, request: Any, timeout_s: float | None, metadata: Metadata | None
+    ) -> AsyncIterator[Response]:
+        call = getattr(self._stub, method)(request, **self._options(timeout_s, metadata))
         try:
             async for message in call:
                 yield read_response(message)
@@ -244,7 +261,7 @@ class AsyncClient:
         """Completes a prompt (text or token ids) and yields what is new as it comes."""
         options = options or RequestOptions()
         request = generate_request(prompt, make_sampling_params(params, sampling), options)
-        return self._stream("Generate", request, timeout_s)
+        return self._stream("Generate", request, timeout_s, trace_metadata(options.trace_context))
 
     async def complete(
         self,
@@ -271,7 +288,7 @@ class AsyncClient:
         """Answers a conversation, rendered with the model's chat template, and yields what is new as it comes."""
         options = options or RequestOptions()
         request = chat_request(messages, make_sampling_params(params, sampling), options)
-        return self._stream("Chat", request, timeout_s)
+        return self._stream("Chat", request, timeout_s, trace_metadata(options.trace_context))
 
     async def complete_chat(
         self,

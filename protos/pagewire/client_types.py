@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pagewire.engine import FinishReason, ModelInfo
+from pagewire.engine import FinishReason, ModelInfo, TraceContext
 from pagewire.errors import InvalidArgumentError, violation
 from pagewire.sampling import SamplingParams
 from pagewire.sampling_wire import sampling_params_to_proto
@@ -96,6 +96,8 @@ class RequestOptions:
     priority: int = 0
     cache_salt: str = ""
     return_prompt_token_ids: bool = False
+    trace_context: TraceContext | None = None
+    """The span that the call belongs to; None takes the one that is active, where the program uses opentelemetry."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Further fields of the request message, by name."""
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from pagewire.columns import EMPTY_INT32, Int32Column, UInt64Column
 from pagewire.sampling import SamplingParams
+from pagewire.stats import CoreDetail, DetailWanted
 
 
 class FinishReason(enum.IntEnum):
@@ -176,6 +177,8 @@ class CoreStats:
     sleep_level: int = 0
     epoch: int = 0
     num_frontends: int = 0
+    detail: CoreDetail | None = None
+    """Only in the answer to a GetStats that asks for it."""
 
 
 # Administrative commands: the mirror of UtilityRequest's oneof. Adding one touches core.proto, this list and
@@ -216,7 +219,9 @@ class WakeUp:
 
 @dataclass(frozen=True, slots=True)
 class GetStats:
-    """Numbers; result: CoreStats."""
+    """Numbers; result: CoreStats, with a CoreDetail where one is asked for."""
+
+    detail: DetailWanted | None = None
 
 
 @dataclass(frozen=True, slots=True)

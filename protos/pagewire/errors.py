@@ -73,6 +73,13 @@ class AlreadyExistsError(PagewireError):
     reason = "REQUEST_ID_IN_USE"
 
 
+class UnauthenticatedError(PagewireError):
+    """The call has no API key, or one that is not known."""
+
+    code = "UNAUTHENTICATED"
+    reason = "UNAUTHENTICATED"
+
+
 class NotFoundError(PagewireError):
     """The named model, adapter or file does not exist."""
 

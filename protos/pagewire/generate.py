@@ -6,23 +6,50 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pagewire.client import Client, Response
+from pagewire.client_trace import call_span, client_tracing
+from pagewire.client_types import RequestOptions
 from pagewire.errors import PagewireError
+from pagewire.runtime.transport import TlsConfig
 from pagewire.sampling_flags import add_sampling_flags, sampling_from_flags
+
+if TYPE_CHECKING:
+    from pagewire.runtime.spans import Tracer
 
 DEFAULT_SERVER = "127.0.0.1:50051"
 
 
 def server_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds --server."""
+    """Adds --server and what it takes to be let in there; `connection` reads that."""
     default = os.environ.get("PAGEWIRE_SERVER") or DEFAULT_SERVER
     help_text = f"address of a frontend (default: {DEFAULT_SERVER}; env PAGEWIRE_SERVER)"
-    parser.add_argument("--server", metavar="HOST:PORT", default=default, type=_address, help=help_text)
+    parser.add_argument("--server", metavar="HOST:PORT", default=default, type=address, help=help_text)
+    for name, what in (
+        ("api_key", "API key; better by its variable, for flags are shown to everybody on the machine"),
+        ("tls_ca_file", "speak TLS, and check the server against this PEM file"),
+        ("tls_cert_file", "PEM file with the certificate to show to the server"),
+        ("tls_key_file", "PEM file with that certificate's key"),
+    ):
+        variable = f"PAGEWIRE_{name.upper()}"
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            metavar="KEY" if name == "api_key" else "FILE",
+            default=os.environ.get(variable, ""),
+            help=f"{what} (env {variable})",
+        )
 
 
-def _address(text: str) -> str:
+def connection(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What a client needs besides the address: TLS and API key, as the flags say."""
+    files = (arguments.tls_ca_file, arguments.tls_cert_file, arguments.tls_key_file)
+    return {"api_key": arguments.api_key, "tls": TlsConfig(*files) if any(files) else None}
+
+
+def address(text: str) -> str:
+    """The value of a flag that takes an address."""
     # Without a port gRPC takes 443, and says so nowhere.
     if ":" not in text.strip(":"):
         raise argparse.ArgumentTypeError(f"must be an address such as {DEFAULT_SERVER}, and is {text!r}")
@@ -66,16 +93,17 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(argv)
     prompt = _read_prompt() if arguments.prompt in (None, "-") else arguments.prompt
     try:
-        with Client(arguments.server, timeout_s=arguments.timeout) as client:
-            _ask(client, prompt, arguments)
-    except PagewireError as error:
-        print(f"pagewire generate: {error.message}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+        client = Client(arguments.server, timeout_s=arguments.timeout, **connection(arguments))
+        with client_tracing() as tracer, client:
+            _ask(client, prompt, arguments, tracer)
     except BrokenPipeError:
         # The reader of our output has gone, as in `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (PagewireError, OSError) as error:
+        print(f"pagewire generate: {error.message if isinstance(error, PagewireError) else error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 
@@ -85,16 +113,23 @@ def _read_prompt() -> str:
     return sys.stdin.read()
 
 
-def _ask(client: Client, prompt: str, arguments: argparse.Namespace) -> None:
+def _ask(client: Client, prompt: str, arguments: argparse.Namespace, tracer: Tracer | None) -> None:
     sampling = sampling_from_flags(arguments)
     is_chat = arguments.chat if arguments.chat is not None else client.get_model().has_chat_template
+    with call_span(tracer, client.target, "Chat" if is_chat else "Generate") as trace_context:
+        options = RequestOptions(trace_context=trace_context)
+        if is_chat:
+            system = [{"role": "system", "content": arguments.system}] if arguments.system else []
+            parts = client.chat([*system, {"role": "user", "content": prompt}], options=options, **sampling)
+        else:
+            parts = client.generate(prompt, options=options, **sampling)
+        _print(parts, sampling.get("n", 1), arguments.quiet)
+
+
+def _print(parts: Iterator[Response], n: int, is_quiet: bool) -> None:
+    """Prints what comes, as it comes if there is one completion."""
     started = time.monotonic()
-    if is_chat:
-        system = [{"role": "system", "content": arguments.system}] if arguments.system else []
-        parts = client.chat([*system, {"role": "user", "content": prompt}], **sampling)
-    else:
-        parts = client.generate(prompt, **sampling)
-    if sampling.get("n", 1) > 1:
+    if n > 1:
         collected = list(parts)
         _print_all(collected)
         last = collected[-1] if collected else None
@@ -103,7 +138,7 @@ def _ask(client: Client, prompt: str, arguments: argparse.Namespace) -> None:
         for last in parts:
             print(last.text, end="", flush=True)
         print(flush=True)
-    if last is not None and last.usage is not None and not arguments.quiet:
+    if last is not None and last.usage is not None and not is_quiet:
         usage, reason = last.usage, next((o.finish_reason for o in last.outputs if o.finish_reason), None)
         print(
             f"[{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} generated "

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagewire.client import AsyncClient
-from pagewire.errors import InvalidArgumentError, PagewireError, UnavailableError
+from pagewire.errors import InvalidArgumentError, PagewireError, UnauthenticatedError, UnavailableError
 from pagewire.runtime.log_levels import SYNTAX, checked_levels
 from pagewire.runtime.logs import FORMATS, setup_logging
 from pagewire.runtime.ready import Ready
 from pagewire.runtime.server import wait_for_signal
 from pagewire.runtime.settings import parse_bytes, parse_settings, setting
+from pagewire.runtime.transport import TlsConfig
 from pagewire.supervisor import Group
 
 DESCRIPTION = """Serve a model on this machine: fetches it where needed, starts worker, core and frontend as three
@@ -30,6 +31,7 @@ processes, waits until they are healthy, streams one answer to the terminal, and
 left out do not reach a process, so that its own variables (PAGEWIRE_CORE_..., see `pagewire core --help`) count, except
 model, host and port: only serve's own, or those of all, are read."""
 
+_TLS = ("tls_ca_file", "tls_cert_file", "tls_key_file")
 _PASSED_ON = {
     "worker": (
         "model",
@@ -42,6 +44,7 @@ _PASSED_ON = {
         "log_format",
         "drain_s",
         "max_message_bytes",
+        *_TLS,
     ),
     "core": (
         "dtype",
@@ -61,8 +64,19 @@ _PASSED_ON = {
         "drain_s",
         "startup_timeout_s",
         "max_message_bytes",
+        *_TLS,
     ),
-    "frontend": ("host", "port", "log_requests", "log_level", "log_format", "drain_s", "max_message_bytes"),
+    "frontend": (
+        "host",
+        "port",
+        "api_keys_file",
+        "log_requests",
+        "log_level",
+        "log_format",
+        "drain_s",
+        "max_message_bytes",
+        *_TLS,
+    ),
 }
 
 
@@ -112,8 +126,18 @@ class ServeSettings:
     )
     startup_timeout_s: float = setting(600.0, help="seconds that each process gets to start", low=1, metavar="SECONDS")
     drain_s: float = setting(30.0, help="seconds that running requests get after Ctrl-C", low=0, metavar="SECONDS")
+    tls_ca_file: str = setting("", help="PEM file to check the other side against, between all processes and callers")
+    tls_cert_file: str = setting("", help="PEM file with a certificate that names 127.0.0.1 (and --host)")
+    tls_key_file: str = setting("", help="PEM file with that certificate's key")
+    api_keys_file: str = setting("", help="file of the keys that callers need, lines name:key")
     demo: bool = setting(True, help="stream one answer to the terminal when everything is up")
     demo_prompt: str = setting("In one sentence: what is the sea made of?", help="what that answer is about")
+
+    @property
+    def tls(self) -> TlsConfig | None:
+        """How this process speaks to the frontend; None: in the clear."""
+        files = (self.tls_ca_file, self.tls_cert_file, self.tls_key_file)
+        return TlsConfig(*files) if any(files) else None
 
 
 def arguments_for(service: str, settings: ServeSettings, sources: Mapping[str, str]) -> list[str]:
@@ -191,9 +215,10 @@ def _reachable(ready: Ready) -> str:
     return ready.address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
 
 
-async def show_answer(target: str, prompt: str) -> None:
+async def show_answer(target: str, prompt: str, tls: TlsConfig | None) -> None:
     """Streams one answer to the terminal."""
-    async with AsyncClient(target, timeout_s=120) as client:
+    api_key = os.environ.get("PAGEWIRE_API_KEY", "")
+    async with AsyncClient(target, timeout_s=120, tls=tls, api_key=api_key) as client:
         model = await client.get_model()
         print(f"\n> {prompt}\n", flush=True)
         started, num_tokens = time.monotonic(), 0
@@ -224,6 +249,7 @@ def print_addresses(model: str, addresses: Sequence[Ready], target: str) -> None
     if grpcurl.exists() or shutil.which("grpcurl"):
         body = '{"text": "The capital of France is", "sampling_params": {"max_tokens": 8, "temperature": 0}}'
         print(f"  {_command('grpcurl')} -plaintext -d '{body}' {target} pagewire.v1.FrontendService/Generate")
+    print(f"\nWatch it:\n  {_command('pagewire')} top --frontend {target}")
     print("\nCtrl-C ends it.", flush=True)
 
 
@@ -256,6 +282,8 @@ def _report(demo: asyncio.Future[None]) -> None:
     error = demo.exception()
     if isinstance(error, InvalidArgumentError):
         print(f"The model does not take this prompt ({error.message}).\n", file=sys.stderr, flush=True)
+    elif isinstance(error, UnauthenticatedError):
+        print("No answer is shown: PAGEWIRE_API_KEY has none of the API keys.\n", file=sys.stderr, flush=True)
     elif error is not None:
         raise error
 
@@ -266,7 +294,7 @@ async def _run(group: Group, settings: ServeSettings, sources: Mapping[str, str]
     target = _reachable(addresses[0])
     death = asyncio.ensure_future(group.wait_for_death())
     if settings.demo:
-        demo = asyncio.ensure_future(show_answer(target, settings.demo_prompt))
+        demo = asyncio.ensure_future(show_answer(target, settings.demo_prompt, settings.tls))
         await asyncio.wait((death, demo), return_when=asyncio.FIRST_COMPLETED)
         if not death.done():
             _report(demo)

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pagewire.columns import pack_float32, pack_int32, unpack_float32, unpack_int32
 from pagewire.engine import Adapter, CoreStats, LogprobColumns, ModelInfo, TraceContext
 from pagewire.errors import InternalError, InvalidArgumentError, violation
+from pagewire.stats import CoreDetail
+from pagewire.stats_wire import fill, read
 from pagewire.v1 import core_pb2, types_pb2
 
 PROTOCOL_VERSION = 1
@@ -121,14 +123,23 @@ def model_info_from_proto(proto: types_pb2.ModelInfo) -> ModelInfo:
     )
 
 
+_CORE_NUMBERS = [field.name for field in dataclasses.fields(CoreStats) if field.name != "detail"]
+
+
 def core_stats_to_proto(stats: CoreStats) -> core_pb2.CoreStats:
     """The message of a core's numbers."""
-    return core_pb2.CoreStats(**{field.name: getattr(stats, field.name) for field in dataclasses.fields(stats)})
+    proto = core_pb2.CoreStats(**{name: getattr(stats, name) for name in _CORE_NUMBERS})
+    if stats.detail is not None:
+        fill(proto.detail, stats.detail)
+    return proto
 
 
 def core_stats_from_proto(proto: core_pb2.CoreStats) -> CoreStats:
     """The numbers that a message holds."""
-    return CoreStats(**{field.name: getattr(proto, field.name) for field in dataclasses.fields(CoreStats)})
+    stats = CoreStats(**{name: getattr(proto, name) for name in _CORE_NUMBERS})
+    if proto.HasField("detail"):
+        stats.detail = read(CoreDetail, proto.detail)
+    return stats
 
 
 def trace_context_to_proto(context: TraceContext | None) -> types_pb2.TraceContext | None:

@@ -12,6 +12,9 @@ from importlinter import Contract, ContractCheck, fields, output
 
 _WIRE = ("grpc", "google", "pagewire.v1", "pagewire.runtime.server", "pagewire.runtime.status")
 _WIRE += ("pagewire.runtime.health", "pagewire.runtime.transport", "pagewire.sampling_wire", "pagewire.types_wire")
+_WIRE += ("pagewire.runtime.spans", "opentelemetry")
+_WIRE += ("pagewire.runtime.metrics", "pagewire.runtime.rpc_metrics")
+_WIRE += ("pagewire.stats_wire",)
 
 
 class DomainContract(Contract):  # type: ignore[misc]

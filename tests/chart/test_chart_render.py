@@ -15,6 +15,7 @@ from tests.chart.chart_support import (
     NEWEST,
     SCENARIOS,
     VERSIONS,
+    Loader,
     by_component,
     of_kind,
     problems,
@@ -48,7 +49,9 @@ def test_everything_is_valid_in_between(version):
 
 
 def test_the_check_finds_faults():
-    """Of Kubernetes' own kinds, of pods in a LeaderWorkerSet, and of kinds that others define."""
+    """Of Kubernetes' own kinds, of pods in a LeaderWorkerSet, of kinds that others define, and keys that come twice."""
+    with pytest.raises(yaml.YAMLError, match="a key comes twice"):
+        yaml.load("a: {b: 1, b: 2}", Loader)
     docs = {doc["kind"]: doc for doc in scenario("everything")}
     deployment = copy.deepcopy(docs["Deployment"])
     deployment["spec"]["template"]["spec"]["containers"][0]["livenessProbe"]["grcp"] = {"port": 1}

@@ -101,6 +101,23 @@ def test_time_to_load_comes_from_values():
     assert flag(core, "--startup-timeout-s") == "1801"
 
 
+def test_strategies():
+    """One that rolls takes numbers, and one that does not is refused with them by the API server."""
+    (deployment,) = of_kind(scenario("groups"), "Deployment")
+    assert deployment["spec"]["strategy"] == {"type": "Recreate"}
+    (deployment,) = of_kind(scenario("default"), "Deployment")
+    assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+
+
+@every_scenario
+def test_a_rollout_has_not_failed_while_a_model_loads(name):
+    """Frontends wait for a core: Kubernetes' ten minutes would call every rollout with a large model a failure."""
+    docs = scenario(name)
+    (deployment,) = of_kind(docs, "Deployment")
+    load_s = int(flag(by_component(docs)["core"], "--startup-timeout-s"))
+    assert deployment["spec"]["progressDeadlineSeconds"] > load_s + 60
+
+
 @every_scenario
 def test_grace_covers_the_drain(name):
     """SIGKILL comes after lame duck, drain and what a process needs to end; a worker outlasts its core."""

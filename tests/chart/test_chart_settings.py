@@ -30,12 +30,6 @@ from tests.chart.chart_support import (
 from worker_svc.settings import WorkerSettings
 
 SERVICES = {"frontend": FrontendSettings, "core": CoreSettings, "worker": WorkerSettings}
-PENDING = {
-    *("--health-host", "--health-port", "--metrics-host", "--metrics-port", "--log-format", "--lame-duck-s"),
-    *("--api-keys-file", "--tls-ca-file", "--tls-cert-file", "--tls-key-file", "PAGEWIRE_API_KEY"),
-}
-"""Flags and variables that are being made elsewhere: those that a program does not know yet are left out of what it is
-given here."""
 # Variables that are no settings, and where the program reads them.
 OWN_VARIABLES = {
     "PAGEWIRE_CACHE": "worker_svc/fetch.py",
@@ -45,6 +39,7 @@ FOREIGN_VARIABLES = {
     *("POD_NAME", "HOME", "GRPC_EXPERIMENTS", "HF_HOME", "HF_TOKEN", "HF_HUB_DISABLE_TELEMETRY", "TRITON_CACHE_DIR"),
     *("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_HEADERS", "OTEL_SERVICE_NAME"),
     *("OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG", "OTEL_RESOURCE_ATTRIBUTES"),
+    "OTEL_METRICS_EXPORTER",
 }
 
 
@@ -84,19 +79,15 @@ def expand(text, variables):
     return re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), text)
 
 
-def without_pending(arguments, known):
-    return [a for a in arguments if (flag := a.partition("=")[0]) not in PENDING or flag in known]
-
-
 def flags_of(cls):
-    return {"--" + name.replace("_", "-") for name in cls.__dataclass_fields__}
+    names = {name.replace("_", "-") for name in cls.__dataclass_fields__}
+    return {f"--{name}" for name in names} | {f"--no-{name}" for name in names}
 
 
 def settings_of(workload, docs, extra_environment=()):
     cls = SERVICES[workload.component]
     variables = environment(workload, docs) | dict(extra_environment)
-    arguments = without_pending(workload.container["args"], flags_of(cls))
-    arguments = [expand(argument, variables) for argument in arguments]
+    arguments = [expand(argument, variables) for argument in workload.container["args"]]
     return parse_settings(cls, workload.component, arguments, environ=variables)
 
 
@@ -144,10 +135,21 @@ def test_a_fraction_of_a_cpu_is_one_thread():
     assert settings_of(by_component(docs)["worker"], docs).num_threads == 1
 
 
-def test_servers_of_one_way_tls_ask_for_no_certificate():
-    for workload in workloads(scenario("tls-one-way")):
-        assert not any("--tls-ca-file" in argument for argument in workload.container["args"])
-        assert "--tls-cert-file=/etc/pagewire/tls/tls.crt" in workload.container["args"]
+def test_who_is_asked_for_a_certificate():
+    """All check servers against ca.crt; who calls is asked for a certificate as the values say."""
+
+    def who_asks_nobody(docs):
+        for workload in workloads(docs):
+            assert "--tls-ca-file=/etc/pagewire/tls/ca.crt" in workload.container["args"]
+            assert "--tls-cert-file=/etc/pagewire/tls/tls.crt" in workload.container["args"]
+        return {w.component for w in workloads(docs) if "--no-tls-client-auth" in w.container["args"]}
+
+    assert who_asks_nobody(scenario("tls-secret")) == set()
+    assert who_asks_nobody(scenario("tls-one-way")) == set(TIERS)
+    public = render(*SCENARIOS["tls-secret"], sets=("tls.clientCertificates=false",))
+    assert who_asks_nobody(public) == {"frontend"}
+    (pod,) = of_kind(public, "Pod")
+    assert not any(argument.startswith("--tls-cert-file") for argument in pod["spec"]["containers"][0]["args"])
 
 
 def service_links(docs):
@@ -186,8 +188,7 @@ def test_the_helm_test_asks_a_frontend(name):
     container = pod["spec"]["containers"][0]
     assert container["command"] == ["pagewire", "generate"]
     parser = generate._parser()
-    known = {flag for action in parser._actions for flag in action.option_strings}
-    arguments = parser.parse_args(without_pending(container["args"], known))
+    arguments = parser.parse_args(container["args"])
     host, _, port = arguments.server.partition(":")
     services = {f"{d['metadata']['name']}.inference.svc.cluster.local": d for d in of_kind(docs, "Service")}
     assert int(port) in [p["port"] for p in services[host]["spec"]["ports"]]
@@ -242,10 +243,10 @@ def test_reading_values_with_comments():
 def test_every_setting_has_a_place():
     """A setting is either a value of the chart or can be given by name; the chart owns no name that does not exist."""
     owned = tool("schema_parts").CHART_OWNED
-    pending = {flag.removeprefix("--").replace("-", "_") for flag in PENDING}
     for tier in TIERS:
-        assert owned[tier] - set(SERVICES[tier].__dataclass_fields__) - pending == set()
+        assert owned[tier] - set(SERVICES[tier].__dataclass_fields__) == set()
         given = " ".join(by_component(scenario("everything"))[tier].container["args"])
         unset = {name for name in owned[tier] if f"--{name.replace('_', '-')}=" not in given}
         # Model flags are there where they have a value.
-        assert unset <= {"preload", "die_with_parent", "revision", "dtype", "quantization", "max_model_len", "model"}
+        unset -= {"preload", "die_with_parent", "revision", "dtype", "quantization", "max_model_len", "model"}
+        assert unset <= {"tls_client_auth"}

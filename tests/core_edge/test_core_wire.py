@@ -140,6 +140,7 @@ def test_abort_and_open_and_acknowledge() -> None:
 
 
 def test_outputs() -> None:
+    numbers = [f for f in fields(CoreStats) if f.name not in ("is_paused", "detail")]
     outputs = StepOutputs(
         step=4,
         sequence=9,
@@ -154,7 +155,7 @@ def test_outputs() -> None:
         logprobs={0: make_logprobs(2, 3)},
         prompt_logprobs={1: (5, make_logprobs(4, 1))},
         started={1: 16},
-        stats=CoreStats(**{f.name: i + 1 for i, f in enumerate(fields(CoreStats)) if f.name != "is_paused"}),  # type: ignore[arg-type]
+        stats=CoreStats(**{f.name: i + 1 for i, f in enumerate(numbers)}),  # type: ignore[arg-type]
     )
     message = wire.outputs_to_proto(outputs)
     proto = core_pb2.StreamOutputsResponse.FromString(message.SerializeToString()).outputs

@@ -41,11 +41,10 @@ def test_options(name: str) -> None:
 
 
 @pytest.mark.parametrize("block_size", [4, 16, 24])
-@pytest.mark.parametrize("segments", [1, 4])
-def test_page_sizes(block_size: int, segments: int) -> None:
+def test_page_sizes(block_size: int) -> None:
     query, kv = make(MIX, dtype=torch.float32, head_size=16, block_size=block_size, num_heads=2, num_kv_heads=1)
-    compare(query, kv, tiles(2, segments=segments))
-    compare(query, kv, tiles(2, segments=segments), **options_of(ALL_OPTIONS, 2))
+    compare(query, kv, tiles(2, segments=4))
+    compare(query, kv, tiles(2), **options_of(ALL_OPTIONS, 2))
 
 
 @pytest.mark.parametrize("dtype", MAX_ERROR, ids=str)
@@ -53,9 +52,8 @@ def test_segments_make_the_whole(dtype: torch.dtype) -> None:
     """More segments than tiles of keys, too; the sink counts once."""
     query, kv = make(DECODES, dtype=dtype, head_size=16)
     for options in ({}, options_of(ALL_OPTIONS, 4)):
-        whole, whole_lse = attend(attention.paged_attention, query, kv, chosen=tiles(2), **options)
-        for segments in (2, 8):
-            compare(query, kv, tiles(2, segments=segments), **options)
+        whole, whole_lse = attend(reference, query, kv, **options)
+        for segments in (2, 8) if dtype == torch.float32 else (4,):
             out, lse = attend(attention.paged_attention, query, kv, chosen=tiles(2, segments=segments), **options)
             assert error_ratio(out, whole) <= MAX_ERROR[dtype]
             torch.testing.assert_close(lse, whole_lse, rtol=1e-5, atol=1e-5)
@@ -139,7 +137,7 @@ def test_bfloat16_cache_for_a_float32_query() -> None:
 
 def test_a_cache_beyond_two_to_the_31() -> None:
     """32,768 blocks of 65,536 numbers each, of which a row owns the first, the last, and two between."""
-    num_blocks, block_size, num_kv_heads, head_size = 32768 + 1, 16, 32, 128
+    num_blocks, block_size, num_kv_heads, head_size = 32768 + 1, 64, 4, 256
     shape = num_blocks, block_size, num_kv_heads, head_size
     assert (num_blocks - 1) * block_size * num_kv_heads * head_size >= 2**31
     # Untouched pages of zeros take no memory.
@@ -151,7 +149,7 @@ def test_a_cache_beyond_two_to_the_31() -> None:
         for place, block in enumerate(blocks):
             cache[block].copy_(part[place])
     query = randn(generator, 1, num_kv_heads, head_size, dtype=torch.float32)
-    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([61], dtype=torch.int32)
+    starts, lens = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([201], dtype=torch.int32)
     far = Paged(*caches, starts, lens, torch.tensor([blocks], dtype=torch.int32))
     near = Paged(*small, starts, lens, torch.arange(4, dtype=torch.int32).unsqueeze(0))
     out, _ = attend(attention.paged_attention, query, far, chosen=tiles(1, keys=64))

@@ -55,7 +55,7 @@ EXACT = [
 def test_no_bit_differs_from_the_reference(name: str) -> None:
     """A penalty that is rounded otherwise would sample another token than the CPU."""
     operation = kernels.OPERATIONS[name]
-    for seed in range(3):
+    for seed in range(1 if name == "verify_drafts" else 3):  # it samples for each of dozens of drafts
         for call in CALLS[name](torch.Generator().manual_seed(seed), torch.float32):
             expected = outcome(operation.reference, call)
             for kind in ("cpu", "cuda"):

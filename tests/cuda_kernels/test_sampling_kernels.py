@@ -107,7 +107,7 @@ def test_weights_equal_the_cpus() -> None:
 
 @pytest.mark.parametrize(
     ("vocab_size", "rows", "capacity"),
-    [(1, 6, 64), (300, 150, 8192), (1000, 60, 40), (1025, 30, 8192), (5000, 30, 500)],
+    [(1, 6, 64), (300, 60, 8192), (1000, 30, 40), (1025, 20, 8192), (5000, 14, 500)],
 )
 def test_sample_equals_reference(vocab_size: int, rows: int, capacity: int) -> None:
     """Random rows, half of them with ties, a tenth of the tokens forbidden; lists that suffice and that overflow."""
@@ -134,10 +134,10 @@ def test_sample_equals_reference(vocab_size: int, rows: int, capacity: int) -> N
 def test_sample_equals_reference_for_odd_logits(values: list[float], capacity: int) -> None:
     """Few distinct values, so that every threshold is a tie; huge and tiny ones; outside the bins; few finite ones."""
     generator = torch.Generator().manual_seed(len(values))
-    logits = chosen(generator, [*values, -math.inf], torch.float32, 12 * 100).reshape(12, 100)
-    logits[6:, 3:] = -math.inf
+    logits = chosen(generator, [*values, -math.inf], torch.float32, 6 * 100).reshape(6, 100)
+    logits[3:, 3:] = -math.inf
     logits[:, 2] = values[0]
-    draws = random_draws(generator, 12, 100)
+    draws = random_draws(generator, 6, 100)
     draws.top_k[::3] = 4
     draws.top_p[1::3] = 0.7
     assert cuda_sampling.sample(logits, draws, capacity).tolist() == sampling.reference(logits, draws).tolist()
@@ -160,12 +160,12 @@ def test_lists_of_flat_rows_have_only_what_lies_about_the_threshold(
 
     choose = cuda_sampling.choose
     monkeypatch.setattr(cuda_sampling, "choose", Spy())
-    logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(6)) * spread
-    draws = draws_of(6, seeds=list(range(6)), top_p=[0.5, 0.9, 0.95])
+    logits = torch.randn(3, 3000, generator=torch.Generator().manual_seed(6)) * spread
+    draws = draws_of(3, seeds=list(range(3)), top_p=[0.5, 0.9, 0.95])
     tokens = cuda_sampling.sample(logits, draws, 100)
     assert tokens.tolist() == sampling.reference(logits, draws).tolist()
     counts, is_wide = (seen[0][:, word.value] for word in (COUNT_WORD, WIDE_WORD))
-    assert int(is_wide.sum()) >= 4
+    assert int(is_wide.sum()) >= 2
     assert int(counts[is_wide != 0].max()) <= 20
 
 
@@ -174,8 +174,8 @@ def test_flat_logits_with_every_truncation() -> None:
     generator = torch.Generator().manual_seed(5)
     kinds = {"top_p": [0.3, 0.9, 0.999, 1.0, 0.5], "top_k": [0, 0, 900, 1500, 1999], "temperature": [1.0, 5.0, 0.7]}
     for spread in (0.0, 1e-3, 1.0, 3.0):
-        logits = torch.randn(10, 2000, generator=generator) * spread
-        draws = draws_of(10, seeds=list(range(10)), **kinds)
+        logits = torch.randn(5, 2000, generator=generator) * spread
+        draws = draws_of(5, seeds=list(range(5)), **kinds)
         expected = sampling.cpu_sample(logits, draws)
         assert torch.equal(cuda_sampling.sample(logits, draws, 128), expected), f"spread {spread}"
 

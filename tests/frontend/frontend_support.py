@@ -136,6 +136,7 @@ class GrpcCore:
         while True:
             await asyncio.sleep(self._options.heartbeat_interval_ms / 1000)
             self.hub.send_heartbeats()
+            self.hub.send_stats(self.engine.num_steps, self.engine.stats())
 
     async def stop(self) -> None:
         if self._pulse is not None:
@@ -164,7 +165,7 @@ class Frontend:
     async def is_idle(self) -> None:
         """Waits until frontend and core hold nothing, and checks that the core kept to its contract."""
         await eventually(lambda: not self.engine.scheduler.requests and not self.engine.has_work())
-        await eventually(lambda: len(self.service.session.outputs) == 0 and self.service.session.num_requests == 0)
+        await eventually(lambda: len(self.service.session.outputs) == 0 and self.service.num_requests == 0)
         stats = self.engine.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
         # The step that tells the worker may still run.

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
 
 import grpc
 import psutil
@@ -23,6 +24,7 @@ from pagewire.v1 import frontend_pb2_grpc
 
 Files = Mapping[str, bytes]
 pytestmark = pytest.mark.system
+SERVING = health_pb2.HealthCheckResponse.SERVING
 Process = asyncio.subprocess.Process
 
 
@@ -38,7 +40,8 @@ async def start(*flags: str) -> Process:
 async def running(files: Files, *flags: str) -> AsyncIterator[tuple[GrpcCore, Process, Ready, grpc.aio.Channel]]:
     core = GrpcCore(files, CoreOptions(options=FakeOptions(latency_s=0.01), heartbeat_interval_ms=1000))
     target = await core.start()
-    process = await start("--core", target, *flags)
+    # By name, as a headless Service has one.
+    process = await start("--core", f"dns:///localhost:{target.rpartition(':')[2]}", *flags)
     try:
         assert process.stdout is not None
         line = await asyncio.wait_for(process.stdout.readline(), 30)
@@ -87,6 +90,42 @@ def test_drain_has_an_end(smollm2_files: Files) -> None:
             assert (await asyncio.wait_for(failing, 5)).code() is grpc.StatusCode.UNAVAILABLE
             assert await asyncio.wait_for(process.wait(), 10) == 0
             await eventually(lambda: not core.engine.scheduler.requests)
+
+    run(scenario())
+
+
+def test_lame_duck_takes_new_streams_and_a_second_signal_ends_it(smollm2_files: Files) -> None:
+    """After SIGTERM new streams are served while health says NOT_SERVING; who signals again waits for nothing.
+
+    Case: llm-d-router#1885
+    """
+
+    async def scenario() -> None:
+        flags = ("--lame-duck-s", "30", "--health-port", "0", "--health-host", "127.0.0.1")
+        async with running(smollm2_files, *flags) as (_, process, _, channel):
+            stub, health = frontend_pb2_grpc.FrontendServiceStub(channel), health_pb2_grpc.HealthStub(channel)
+            process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(5):
+                while (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING:
+                    await asyncio.sleep(0.02)
+            assert len(ids_of(await collect(stub.Generate(generate_request(max_tokens=20))))) == 20
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 5) == 128 + signal.SIGTERM
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("text", ["", "tester:short", None])
+def test_bad_keys_file_is_explained(text: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    if text is not None:
+        path.write_text(text)
+
+    async def scenario() -> None:
+        process = await start("--api-keys-file", str(path))
+        _, errors = await asyncio.wait_for(process.communicate(), 30)
+        assert process.returncode == 2
+        assert b"--api-keys-file" in errors and b"Traceback" not in errors
 
     run(scenario())
 

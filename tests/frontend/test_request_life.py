@@ -210,7 +210,7 @@ def test_abort_before_the_request_is_registered(kind: str, smollm2_files: Files)
 
             session.inputs.process = held  # type: ignore[assignment,method-assign]
             reader = asyncio.ensure_future(collect(f.stub.Generate(generate_request(request_id="early"))))
-            await eventually(lambda: session.num_requests == 1)
+            await eventually(lambda: f.service.num_requests == 1)
             response = await f.stub.Abort(pb.AbortRequest(request_ids=["early"]))
             assert response.results[0].outcome == ABORTED
             may_go_on.set()

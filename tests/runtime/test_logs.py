@@ -92,6 +92,13 @@ def test_json_of_what_json_does_not_have():
     assert (line["a"], line["b"]) == ("nan", "\\ud800")
 
 
+def test_lines_are_bounded():
+    line = JsonFormatter("core").format(record("x" * 10**6))
+    assert len(line) < 20_000
+    assert "characters more)" in line
+    assert len(TextFormatter("core").format(record("x" * 10**6))) < 20_000
+
+
 def test_levels_are_read():
     loggers = parse_levels("info,core_svc.steps=debug, grpc = ERROR").loggers
     assert loggers == {"core_svc.steps": "debug", "grpc": "error"}

@@ -167,7 +167,8 @@ def test_core_stats_round_trip():
     fields = dataclasses.fields(CoreStats)
     assert {f.name for f in fields} == {f.name for f in core_pb2.CoreStats.DESCRIPTOR.fields}
     kinds = {"int": int, "float": float, "bool": bool}
-    sent = CoreStats(**{f.name: kinds[f.type](i) for i, f in enumerate(fields)})
+    numbers = [f for f in fields if f.name != "detail"]
+    sent = CoreStats(**{f.name: kinds[f.type](i) for i, f in enumerate(numbers)})
     assert core_stats_from_proto(core_stats_to_proto(sent)) == sent
 
 

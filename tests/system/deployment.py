@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -98,14 +98,22 @@ class Process:
 class Deployment:
     """Worker, core and frontend on free ports."""
 
-    def __init__(self, core_flags: Sequence[str] = (), frontend_flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        core_flags: Sequence[str] = (),
+        frontend_flags: Sequence[str] = (),
+        worker_flags: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        """`worker_flags` take the place of WORKER_FLAGS."""
         self.processes: dict[str, Process] = {}
         self.ready: dict[str, Ready] = {}
-        self._core_flags, self._frontend_flags = core_flags, frontend_flags
+        self._environ = environ or {}
+        self._core_flags, self._frontend_flags, self._worker_flags = core_flags, frontend_flags, worker_flags
 
     def __enter__(self) -> Self:
         try:
-            self.start("worker", *WORKER_FLAGS)
+            self.start("worker", *(self._worker_flags or WORKER_FLAGS))
             self.start("core", f"--worker={self.ready['worker'].address}", *self._core_flags)
             self.start("frontend", f"--core={self.ready['core'].address}", *self._frontend_flags)
         except BaseException:
@@ -114,7 +122,7 @@ class Deployment:
         return self
 
     def start(self, service: str, *flags: str) -> Ready:
-        environ = {**environment(), SUPERVISOR_VARIABLE: str(os.getpid())}
+        environ = {**environment(), **self._environ, SUPERVISOR_VARIABLE: str(os.getpid())}
         process = Process([sys.executable, "-m", f"{service}_svc", "--port=0", *flags], environ=environ)
         self.processes[service] = process
         self.ready[service] = process.wait_line(parse_ready)

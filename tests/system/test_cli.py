@@ -19,9 +19,9 @@ def pagewire(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[st
 def test_help_names_every_command_and_the_precedence():
     done = pagewire("--help")
     assert done.returncode == 0
-    for word in ("serve", "generate", "bench", "worker", "core", "frontend", "fetch", "Precedence"):
+    for word in ("serve", "generate", "bench", "top", "worker", "core", "frontend", "fetch", "Precedence"):
         assert word in done.stdout
-    for command in ("serve", "generate", "bench", "worker", "core", "frontend", "fetch"):
+    for command in ("serve", "generate", "bench", "top", "worker", "core", "frontend", "fetch"):
         own = pagewire(command, "--help")
         assert own.returncode == 0, own.stderr
         assert "usage:" in own.stdout
@@ -53,6 +53,19 @@ def test_generate(deployment):
     assert piped.returncode == 0
     assert piped.stdout.strip()
     assert piped.stderr == ""
+
+
+def test_top_finds_all_three_services_through_the_frontend(deployment):
+    done = pagewire("top", f"--frontend={deployment.address('frontend')}", "--once", "--json", "--interval=0.1")
+    assert done.returncode == 0, done.stderr
+    services = json.loads(done.stdout)["services"]
+    assert {name: found["health"] for name, found in services.items()} == dict.fromkeys(services, "ready")
+    assert services["core"]["target"] == deployment.address("core")
+    assert services["worker"]["target"] == deployment.address("worker")
+    frontend, core, worker = (services[name]["stats"] for name in ("frontend", "core", "worker"))
+    assert frontend["cores"][0]["core_incarnation"] == core["process"]["incarnation"] == worker["core_incarnation"]
+    assert worker["is_stream_open"] and worker["epoch"] == core["epoch"] >= 1
+    assert len({found["process"]["pid"] for found in (frontend, core, worker)}) == 3
 
 
 def test_generate_says_what_is_wrong(deployment):

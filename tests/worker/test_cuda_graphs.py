@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -10,8 +12,8 @@ import torch
 
 from tests.worker.calls_again import CallsAgain
 from tests.worker.conftest import BLOCK_SIZE, make_runner
+from tests.worker.device_core import SAMPLED
 from tests.worker.mini_core import GREEDY, MiniCore, request
-from tests.worker.test_device_steps import SAMPLED
 from tests.worker.tiny_model import MAX_MODEL_LEN, TinyModel
 from worker_svc.cuda_graphs import MAX_ROWS, DecodeGraphs, padded_sizes
 from worker_svc.kv_pool import KvPool, allocate_pool
@@ -89,13 +91,15 @@ def test_padded_steps_have_the_outputs_and_the_caches_of_unpadded_ones() -> None
     assert recorder.sizes == [9, 8, 1, 4, 2] and recorder.num_replays == 7
 
 
-def test_capturing_ahead_changes_no_kv_and_is_used() -> None:
+def test_capturing_ahead_changes_no_kv_and_is_used(caplog) -> None:
     model, recorder = TinyModel(), CallsAgain()
     pool = pool_of(model)
     graphs = graphs_of(model, pool, recorder)
     graphs(decodes([15] * 9))  # leaves slots and lengths in the static buffers
     before = [cache.clone() for cache in caches_of(pool)]
-    graphs.capture_all()
+    with caplog.at_level(logging.INFO):
+        graphs.capture_all()
+    assert re.search(r"captured CUDA graphs for 1, 2, 4, 8, 9 rows in \d+\.\d s", caplog.text)
     assert all(torch.equal(a, b) for a, b in zip(caches_of(pool), before, strict=True))
     assert recorder.sizes == [9, 8, 4, 2, 1] and graphs.num_recorded == 5
     graphs(decodes([3, 3, 3]))

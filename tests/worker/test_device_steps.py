@@ -10,47 +10,17 @@ import torch
 
 from pagewire.errors import InternalError, InvalidArgumentError
 from pagewire.sampling import SamplingParams
-from tests.worker.conftest import BLOCK_SIZE, NUM_BLOCKS, make_runner
-from tests.worker.mini_core import GREEDY, MiniCore, request
+from tests.worker.device_core import PENALIZED, PROMPT, SAMPLED, ahead, alone, by_slot, device_core, finish
+from tests.worker.mini_core import GREEDY, request
 from tests.worker.tiny_model import POISON
 from worker_svc.compute import ComputeThread, Deferred
-from worker_svc.device_steps import Clock
 from worker_svc.staging import Staging, packed_bytes
-from worker_svc.worker import Worker
-
-PROMPT = [5, 17, 3, 88, 41, 9, 2, 60]
-SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=2**63 + 77)
-PENALIZED = SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5)
 
 
 @pytest.fixture
 def device():
     """A core on a runner that launches steps."""
-    return MiniCore(make_runner(is_device=True).start, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-
-
-def ahead(core, rows):
-    """Launches the next step on the assumption that every row whose end is reached gets one more token."""
-    plan = core.plan(rows)
-    for req, count, *_ in rows:
-        req.computed += count
-        if req.computed == len(req.tokens):
-            req.tokens.append(0)
-    return core.execute(plan)
-
-
-def finish(started):
-    assert isinstance(started, Deferred)
-    return started.finish()
-
-
-def by_slot(result):
-    return dict(zip(result.slots.tolist(), result.token_ids.tolist(), strict=True))
-
-
-def alone(prompt, params, num_tokens, **changes):
-    core = MiniCore(make_runner().execute, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-    return core.generate([request(prompt, params, **changes)], num_tokens)[0]
+    return device_core()
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -138,28 +108,6 @@ def test_a_step_that_fails_leaves_the_one_in_flight_alone(device) -> None:
     assert int(runner.batch.token_ids[req.slot, len(PROMPT)]) == expected[0]
     req.computed, req.tokens, req.blocks, device.step = computed, list(tokens), list(blocks), step
     assert by_slot(finish(ahead(device, [(req, 1)])))[req.slot] == expected[1]
-
-
-def test_a_device_that_fails_fails_every_later_step(tiny, monkeypatch) -> None:
-    monkeypatch.setattr("worker_svc.runner.is_interpreting", lambda: True)
-    worker = Worker(num_threads=1)
-    worker.load_model(tiny, load_format="dummy")
-    worker.initialize_cache(epoch=1, block_size=4, num_blocks=50, max_num_seqs=8, max_num_batched_tokens=64)
-    core, req = MiniCore(worker.start, num_blocks=50, block_size=4), request(PROMPT)
-    core.free_slots = list(range(8))
-    first = ahead(core, [(req, 8)])
-
-    def wait(clock) -> None:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    monkeypatch.setattr(Clock, "wait", wait)
-    with pytest.raises(InternalError, match="illegal memory access"):
-        ahead(core, [(req, 1)])
-    with pytest.raises(InternalError, match="the device failed: RuntimeError: an illegal memory access"):
-        finish(first)
-    with pytest.raises(InternalError, match="must be started again"):
-        ahead(core, [(req, 1)])
-    assert worker.step_started_ns == 0
 
 
 def test_min_tokens_wait_only_until_they_are_there(device) -> None:

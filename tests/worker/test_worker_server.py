@@ -304,6 +304,25 @@ def test_stats_answer_while_a_step_runs(loaded, server):
     assert loaded.utility(stats={}).stats.num_steps == 1
 
 
+def test_who_only_looks_needs_no_handshake_and_fences_nobody(server, client, tiny):
+    looker = Client(server.address, core="")
+    before = looker.utility(stats={}).stats
+    assert (before.core_incarnation, before.model, before.epoch) == ("", "", 0)
+    assert before.process.incarnation == "worker-incarnation" and before.process.resident_bytes > 1 << 20
+    client.handshake()
+    client.load(tiny, load_format="dummy")
+    client.initialize_cache()
+    stream = client.stream()
+    stats = looker.utility(stats={}).stats
+    assert (stats.core_incarnation, stats.is_stream_open) == (client.core, True)
+    assert stats.epoch == 1 and stats.device == "cpu" and stats.model
+    with fails(grpc.StatusCode.INVALID_ARGUMENT, "core_incarnation"):
+        looker.utility(sleep={"level": 1})
+    core = core_on(stream)
+    stream.submit(core.plan([(request(PROMPT), len(PROMPT))]))
+    assert len(stream.result().slots) == 1
+
+
 def test_grammar_mask_comes_while_the_forward_pass_runs(loaded, server):
     stream = loaded.stream()
     core = core_on(stream)

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import kernels
+from kernels.kv_layout import is_packed
 from pagewire.errors import InternalError
 from worker_svc.models.interface import ForwardBatch, KvCaches
 
@@ -113,6 +114,8 @@ def _paged_attention(
         sliding_window=layer.sliding_window,
         softcap=softcap,
         sinks=s_aux,
+        # The probe has seen that values are as long as keys. By itself the operation fills it with zeros first.
+        out=None if is_packed(key_cache) else torch.empty_like(query, memory_format=torch.contiguous_format),
     )
     return attended.unsqueeze(0), None
 

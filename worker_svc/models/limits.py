@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pagewire.errors import InvalidArgumentError, violation
+from worker_svc.models import kv_scales
 from worker_svc.models.quantized_weights import GGUF, QUANTIZATIONS
 from worker_svc.models.rope import rope_type
 
@@ -85,7 +86,7 @@ def check_quantization(
         if problem:
             raise InvalidArgumentError([violation("quantization", asked, problem)], reason="UNSUPPORTED_QUANTIZATION")
     found = getattr(config, "quantization_config", None)
-    if found:
+    if found and not (is_native and kv_scales.is_for_kv_alone(found)):
         method = found.get("quant_method", found) if isinstance(found, dict) else found
         raise InvalidArgumentError(
             [violation("model", f"{architecture} with {method} weights", "quantized weights are not supported")],

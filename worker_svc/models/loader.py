@@ -162,6 +162,7 @@ def _native(plan: _Plan, config: DecoderConfig, on_fraction: OnFraction) -> Deco
             is_tied=config.is_tied,
             on_fraction=on_fraction,
             keep_blocks=keeps_blocks,
+            take_other=decoder.take_kv_scale,
         )
     return decoder
 

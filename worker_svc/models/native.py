@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import kernels
+from kernels.kv_layout import is_packed
 from kernels.matrix import Weight, new_weight, weight_parts
 from kernels.packed_weight import PackedWeight, WeightPart
+from worker_svc.models import kv_scales
 from worker_svc.models.decoder_config import DecoderConfig
 from worker_svc.models.interface import ForwardBatch, KvCaches, KvCacheSpec
 
@@ -62,6 +64,10 @@ class _Linear(nn.Module):
 
 
 class _Attention(nn.Module):
+    key_scale: torch.Tensor | None
+    """Of a KV cache of 8 bits, float32 [1] or [num_kv_heads]; None is 1."""
+    value_scale: torch.Tensor | None
+
     def __init__(self, place: _Place, config: DecoderConfig, sliding_window: int | None) -> None:
         super().__init__()
         self.config, self.sliding_window = config, sliding_window
@@ -71,6 +77,8 @@ class _Attention(nn.Module):
         self.output = _Linear(place, self.sizes[0], [config.hidden_size], config.has_output_bias)
         self.query_norm = place.vector(config.head_size) if config.has_qk_norm else None
         self.key_norm = place.vector(config.head_size) if config.has_qk_norm else None
+        self.register_buffer("key_scale", None)
+        self.register_buffer("value_scale", None)
 
     def forward(
         self,
@@ -79,6 +87,9 @@ class _Attention(nn.Module):
         kv_cache: tuple[torch.Tensor, torch.Tensor],
         tables: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
+        key_scale, value_scale = self.key_scale, self.value_scale
+        if kv_cache[0].dtype != torch.float8_e4m3fn:
+            key_scale = value_scale = None
         query = kernels.rotate_and_write_kv(
             self.qkv(x),
             batch.positions,
@@ -89,6 +100,8 @@ class _Attention(nn.Module):
             self.config.head_size,
             None if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm),
             self.config.rms_norm_eps,
+            key_scale=key_scale,
+            value_scale=value_scale,
         )
         attended = kernels.paged_attention(
             query,
@@ -99,6 +112,10 @@ class _Attention(nn.Module):
             batch.block_tables,
             self.scale,
             sliding_window=self.sliding_window,
+            # Every token is a row's, so all of it is written. By itself the operation fills it with zeros first.
+            out=None if is_packed(kv_cache[0]) else torch.empty_like(query, memory_format=torch.contiguous_format),
+            key_scale=key_scale,
+            value_scale=value_scale,
         )
         return self.output(attended.flatten(1))
 
@@ -145,6 +162,16 @@ class Decoder(nn.Module):
     def checkpoint_views(self) -> dict[str, torch.Tensor | WeightPart]:
         """By a checkpoint's tensor names: the part of a weight that the tensor fills."""
         return dict(self._checkpoint_views())
+
+    def take_kv_scale(self, name: str, tensor: torch.Tensor) -> bool:
+        """Takes over a checkpoint's scale of a layer's KV; False: the tensor is no such one. ValueError: a bad one."""
+        found = kv_scales.parse_name(name)
+        if found is None or found[0] >= self.config.num_layers:
+            return False
+        attention = cast(_Layer, self.layers[found[0]]).attention
+        scale = kv_scales.checked(tensor, self.config.num_kv_heads).to(self.device)
+        setattr(attention, "key_scale" if found[1] else "value_scale", scale)
+        return True
 
     def weights(self) -> Iterator[torch.Tensor | PackedWeight]:
         """Every weight."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,8 +26,11 @@ def fill_from_files(
     is_tied: bool,
     on_fraction: OnFraction,
     keep_blocks: bool = False,
+    take_other: Callable[[str, torch.Tensor], bool] = lambda name, tensor: False,
 ) -> None:
     """Copies every tensor of a checkpoint to its view; keep_blocks: matrices of a GGUF file as they are there.
+
+    take_other: takes tensors that a checkpoint may have besides, and tells whether it did; ValueError for bad ones.
 
     Raises InvalidArgumentError naming the file for tensors that are missing, unknown or of another shape.
     """
@@ -38,6 +41,11 @@ def fill_from_files(
         if view is None:
             if name.endswith(_IGNORED_SUFFIXES) or (is_tied and name == "lm_head.weight"):
                 continue
+            try:
+                if isinstance(tensor, torch.Tensor) and take_other(name, tensor):
+                    continue
+            except ValueError as error:
+                raise _bad(files, f"{name} {error}") from error
             raise _bad(files, f"has a tensor {name} that the architecture does not know")
         if view.shape != tensor.shape:
             raise _bad(files, f"{name} has shape {tuple(tensor.shape)}, the configuration says {tuple(view.shape)}")

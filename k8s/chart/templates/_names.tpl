@@ -174,6 +174,19 @@ worker-of-$(POD_NAME).{{ include "pagewire.serviceDomain" (dict "root" . "servic
 {{- end -}}
 {{- end -}}
 
+{{/* What a manifest says of replicas: the value, or, where an autoscaler decides, the number that is there, if the cluster can
+     be asked: an upgrade that left it out would set it back to 1. Given autoscaling, replicas, and the workload's
+     apiVersion, kind and name. */}}
+{{- define "pagewire.replicas" -}}
+{{- if not (include "pagewire.isAutoscaled" .) -}}
+replicas: {{ int .replicas }}
+{{- else -}}
+{{- with lookup .apiVersion .kind .root.Release.Namespace .name -}}
+replicas: {{ int .spec.replicas }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Least number of pods of a tier, for budgets. */}}
 {{- define "pagewire.minReplicas" -}}
 {{- if include "pagewire.isAutoscaled" . -}}{{ int .autoscaling.minReplicas }}{{- else -}}{{ int .replicas }}{{- end -}}

@@ -28,15 +28,15 @@ data:
   {{- include "pagewire.settings" . | trim | nindent 2 }}
 {{- end -}}
 
-{{/* With name, serviceName and replicas ("" leaves them to an autoscaler). Parallel: groups do not wait for each other. */}}
+{{/* With name, serviceName and scaling (autoscaling, replicas). Parallel: groups do not wait for each other. */}}
 {{- define "pagewire.statefulSet" -}}
 apiVersion: apps/v1
 kind: StatefulSet
 metadata:
   {{- include "pagewire.metadata" . | nindent 2 }}
 spec:
-  {{- if .replicas }}
-  replicas: {{ .replicas }}
+  {{- with include "pagewire.replicas" (merge (dict "apiVersion" "apps/v1" "kind" "StatefulSet" "name" .name) .scaling) }}
+  {{- . | nindent 2 }}
   {{- end }}
   serviceName: {{ .serviceName }}
   podManagementPolicy: Parallel

@@ -17,8 +17,9 @@
 {{- if $values.tls.enabled }}
 - --tls-cert-file=/etc/pagewire/tls/tls.crt
 - --tls-key-file=/etc/pagewire/tls/tls.key
-{{- if $values.tls.mutual }}
 - --tls-ca-file=/etc/pagewire/tls/ca.crt
+{{- if not (ternary $values.tls.clientCertificates $values.tls.mutual (eq .component "frontend")) }}
+- --no-tls-client-auth
 {{- end }}
 {{- end }}
 {{- if eq .component "frontend" }}
@@ -94,6 +95,9 @@
 - {name: OTEL_TRACES_SAMPLER, value: {{ $otel.sampler | quote }}}
 - {name: OTEL_TRACES_SAMPLER_ARG, value: {{ $otel.samplerArg | toString | quote }}}
 - {name: OTEL_RESOURCE_ATTRIBUTES, value: {{ join "," $attributes | quote }}}
+{{- if $otel.metrics }}
+- {name: OTEL_METRICS_EXPORTER, value: otlp}
+{{- end }}
 {{- with $otel.headersSecret.name }}
 - name: OTEL_EXPORTER_OTLP_HEADERS
   valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $otel.headersSecret.key }}}}

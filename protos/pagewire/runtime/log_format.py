@@ -13,6 +13,9 @@ from typing import Any
 
 from pagewire.runtime.log_fields import ATTRIBUTE, HIDDEN_ATTRIBUTE, Value
 
+MAX_CHARACTERS = 16_384
+"""Of a message, and of a traceback."""
+
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _NEEDS_QUOTES = re.compile(r"""[\s="'\\]|^$""")
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
@@ -38,9 +41,16 @@ def fields_of(record: logging.LogRecord, attribute: str = ATTRIBUTE) -> dict[str
 def message_of(record: logging.LogRecord) -> str:
     """The message; a call whose arguments don't fit its format still gets a line."""
     try:
-        return record.getMessage()
+        return _bounded(record.getMessage())
     except Exception as error:
-        return f"{record.msg} (its arguments don't fit: {error})"
+        return _bounded(f"{record.msg} (its arguments don't fit: {error})")
+
+
+def _bounded(text: str) -> str:
+    """Collectors cut long lines in pieces, and a caller can make an error's text as long as a message."""
+    if len(text) <= MAX_CHARACTERS:
+        return text
+    return f"{text[:MAX_CHARACTERS]}... ({len(text) - MAX_CHARACTERS} characters more)"
 
 
 class TextFormatter(logging.Formatter):
@@ -78,7 +88,7 @@ def _stack(record: logging.LogRecord) -> str:
         parts.append("".join(traceback.format_exception(*record.exc_info)).rstrip("\n"))
     if record.stack_info:
         parts.append(record.stack_info)
-    return "\n".join(parts)
+    return _bounded("\n".join(parts))
 
 
 class JsonFormatter(logging.Formatter):
@@ -115,7 +125,7 @@ def _error(record: logging.LogRecord) -> dict[str, str] | None:
     name = kind.__qualname__
     if kind.__module__ not in ("builtins", "__main__"):
         name = f"{kind.__module__}.{name}"
-    return {"type": name, "message": str(error), "stack": _stack(record)}
+    return {"type": name, "message": _bounded(str(error)), "stack": _stack(record)}
 
 
 def _writable(value: Any) -> Any:

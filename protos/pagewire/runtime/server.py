@@ -40,10 +40,12 @@ class GrpcServer:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         health_host: str = "0.0.0.0",
         health_port: int | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         """`service_names`: full names such as pagewire.v1.FrontendService. Port 0 takes a free one.
 
-        With a `health_port`, health is served there too, always without TLS.
+        With a `health_port`, health is served there too, always without TLS. What `interceptors` and handlers raise
+        becomes a status.
         """
         self._service_names = tuple(service_names)
         self._host = host
@@ -54,13 +56,19 @@ class GrpcServer:
         self._health = HealthServicer()
         self._health_port = None if health_port is None else HealthPort(self._health, health_host, health_port)
         self._aio = grpc.aio.server(
-            interceptors=[ErrorInterceptor(", ".join(self._service_names))], options=server_options(max_message_bytes)
+            interceptors=[ErrorInterceptor(", ".join(self._service_names)), *interceptors],
+            options=server_options(max_message_bytes),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._aio)
         reflection.enable_server_reflection((*self._service_names, _HEALTH_NAME, reflection.SERVICE_NAME), self._aio)
 
     @classmethod
-    def for_settings(cls, service_name: str, settings: CommonSettings) -> Self:
+    def for_settings(
+        cls,
+        service_name: str,
+        settings: CommonSettings,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    ) -> Self:
         """The server that a process's settings ask for."""
         return cls(
             [service_name],
@@ -70,6 +78,7 @@ class GrpcServer:
             max_message_bytes=settings.max_message_bytes,
             health_host=settings.health_host,
             health_port=settings.health_port,
+            interceptors=interceptors,
         )
 
     @property
@@ -80,6 +89,11 @@ class GrpcServer:
     @property
     def host(self) -> str:
         return self._host
+
+    @property
+    def is_ready(self) -> bool:
+        """What `readiness` says. Any thread."""
+        return self._is_ready
 
     @property
     def port(self) -> int:

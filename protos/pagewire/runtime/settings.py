@@ -70,6 +70,10 @@ class CommonSettings:
 
     host: str = setting("127.0.0.1", help="address to listen on; 0.0.0.0 is every interface")
     port: int = setting(0, help="port to listen on; 0 takes a free one", low=0, high=65535)
+    metrics_port: int | None = setting(
+        None, help="port for metrics at http://.../metrics; 0 takes a free one", low=0, high=65535
+    )
+    metrics_host: str = setting("0.0.0.0", help="address that --metrics-port listens on")
     log_level: str = setting(
         "info",
         help="how much to log, and how much of single loggers, such as info,core_svc.steps=debug",
@@ -101,12 +105,16 @@ class CommonSettings:
     tls_cert_file: str = setting("", help="PEM file with this process's certificate", metavar="FILE")
     tls_key_file: str = setting("", help="PEM file with this process's key", metavar="FILE")
 
+    tls_client_auth: bool = setting(
+        True, help="let only those in that show a certificate of --tls-ca-file, where that is set"
+    )
+
     @property
     def tls(self) -> TlsConfig | None:
         """TLS for this process's server and its connections; None where no file is named."""
         if not (self.tls_ca_file or self.tls_cert_file or self.tls_key_file):
             return None
-        return TlsConfig(self.tls_ca_file, self.tls_cert_file, self.tls_key_file)
+        return TlsConfig(self.tls_ca_file, self.tls_cert_file, self.tls_key_file, self.tls_client_auth)
 
 
 def parse_settings(
@@ -188,6 +196,8 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hi
 
 
 def _shown(default: Any) -> str:
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
     return "none" if default is None else "''" if default == "" else str(default)
 
 

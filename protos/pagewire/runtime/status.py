@@ -39,6 +39,7 @@ _CLASSES: dict[str, type[PagewireError]] = {
     cls.code: cls
     for cls in (
         errors.AlreadyExistsError,
+        errors.UnauthenticatedError,
         errors.NotFoundError,
         errors.FailedPreconditionError,
         errors.ResourceExhaustedError,

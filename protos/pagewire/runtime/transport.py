@@ -1,4 +1,4 @@
-"""How every connection of Pagewire is set up: message limits, keepalive, reconnects and TLS, the same on both ends.
+"""How every connection of Pagewire is set up: message limits, keepalive and reconnects, the same on both ends.
 
 Message limit: `MAX_MESSAGE_BYTES` in both directions on both ends, changed by `--max-message-bytes` or
 `PAGEWIRE_MAX_MESSAGE_BYTES` (set it for every process alike).
@@ -10,12 +10,12 @@ same and allow pings twice as often as clients send them, streams or not, so nob
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
+
+from pagewire.runtime.tls import TlsConfig as TlsConfig
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 MESSAGE_LIMIT_SETTING = "--max-message-bytes (PAGEWIRE_MAX_MESSAGE_BYTES)"
@@ -30,37 +30,6 @@ _RECONNECT_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class TlsConfig:
-    """PEM files. A server needs certificate and key, and asks clients for certificates where `ca_file` is set.
-
-    A client checks the server against `ca_file` (the system's roots where empty) and shows its own certificate, if any.
-    """
-
-    ca_file: str = ""
-    cert_file: str = ""
-    key_file: str = ""
-
-    def server_credentials(self) -> grpc.ServerCredentials:
-        """Credentials of a server. Raises OSError where a file can't be read."""
-        pair = (Path(self.key_file).read_bytes(), Path(self.cert_file).read_bytes())
-        return grpc.ssl_server_credentials(
-            [pair], root_certificates=_read(self.ca_file), require_client_auth=bool(self.ca_file)
-        )
-
-    def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Credentials of a client. Raises OSError where a file can't be read."""
-        return grpc.ssl_channel_credentials(
-            root_certificates=_read(self.ca_file),
-            private_key=_read(self.key_file),
-            certificate_chain=_read(self.cert_file),
-        )
-
-
-def _read(path: str) -> bytes | None:
-    return Path(path).read_bytes() if path else None
 
 
 def _common_options(max_message_bytes: int) -> list[tuple[str, int]]:
@@ -103,9 +72,15 @@ def secure_or_insecure_channel(
     *,
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     service_config_json: str | None = None,
+    server_name: str = "",
 ) -> grpc.aio.Channel:
-    """An asyncio channel to `target` (host:port or any gRPC target)."""
+    """An asyncio channel to `target` (host:port or any gRPC target).
+
+    `server_name`: whom the server's certificate has to name, where that is not the target's host.
+    """
     options = channel_options(max_message_bytes, service_config_json)
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
     if tls is None:
         return grpc.aio.insecure_channel(target, options=options)
     return grpc.aio.secure_channel(target, tls.channel_credentials(), options=options)

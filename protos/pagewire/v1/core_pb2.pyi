@@ -48,6 +48,66 @@ PAUSE_MODE_KEEP: PauseMode.ValueType  # 3
 """Freeze everything where it is; requests go on after resume."""
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
+class _RequestState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequestStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEST_STATE_UNSPECIFIED: _RequestState.ValueType  # 0
+    """Never sent."""
+    REQUEST_STATE_WAITING: _RequestState.ValueType  # 1
+    """It has not run yet."""
+    REQUEST_STATE_RUNNING: _RequestState.ValueType  # 2
+    """It holds a slot."""
+    REQUEST_STATE_PREEMPTED: _RequestState.ValueType  # 3
+    """It ran, lost its blocks, and waits to run again."""
+
+class RequestState(_RequestState, metaclass=_RequestStateEnumTypeWrapper):
+    """What a live request does."""
+
+REQUEST_STATE_UNSPECIFIED: RequestState.ValueType  # 0
+"""Never sent."""
+REQUEST_STATE_WAITING: RequestState.ValueType  # 1
+"""It has not run yet."""
+REQUEST_STATE_RUNNING: RequestState.ValueType  # 2
+"""It holds a slot."""
+REQUEST_STATE_PREEMPTED: RequestState.ValueType  # 3
+"""It ran, lost its blocks, and waits to run again."""
+Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
+
+class _BlockState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _BlockStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BlockState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    BLOCK_STATE_UNSPECIFIED: _BlockState.ValueType  # 0
+    """Never sent."""
+    BLOCK_STATE_FREE: _BlockState.ValueType  # 1
+    """Nobody's, and nothing can be found in it."""
+    BLOCK_STATE_CACHED: _BlockState.ValueType  # 2
+    """Nobody's, and its prefix can still be found."""
+    BLOCK_STATE_USED: _BlockState.ValueType  # 3
+    """One request's."""
+    BLOCK_STATE_SHARED: _BlockState.ValueType  # 4
+    """Several requests'."""
+
+class BlockState(_BlockState, metaclass=_BlockStateEnumTypeWrapper):
+    """What a KV block is used for."""
+
+BLOCK_STATE_UNSPECIFIED: BlockState.ValueType  # 0
+"""Never sent."""
+BLOCK_STATE_FREE: BlockState.ValueType  # 1
+"""Nobody's, and nothing can be found in it."""
+BLOCK_STATE_CACHED: BlockState.ValueType  # 2
+"""Nobody's, and its prefix can still be found."""
+BLOCK_STATE_USED: BlockState.ValueType  # 3
+"""One request's."""
+BLOCK_STATE_SHARED: BlockState.ValueType  # 4
+"""Several requests'."""
+Global___BlockState: _TypeAlias = BlockState  # noqa: Y015
+
 @_typing.final
 class HandshakeRequest(_message.Message):
     """A frontend introduces itself."""
@@ -452,14 +512,51 @@ class UtilityRequest(_message.Message):
 
         DESCRIPTOR: _descriptor.Descriptor
 
+        @_typing.final
+        class Detail(_message.Message):
+            """How much of it. Each number is a bound; 0 leaves that part out."""
+
+            DESCRIPTOR: _descriptor.Descriptor
+
+            MAX_REQUESTS_FIELD_NUMBER: _builtins.int
+            MAX_STEPS_FIELD_NUMBER: _builtins.int
+            MAX_BLOCKS_FIELD_NUMBER: _builtins.int
+            max_requests: _builtins.int
+            """Most requests to tell of, those that run first, then those that wait, in order. More than 1024 is 1024."""
+            max_steps: _builtins.int
+            """Most steps to tell of, the newest ones. The core keeps 64."""
+            max_blocks: _builtins.int
+            """Most blocks to tell the state of; of a larger pool every so many-th one is told. More than 16384 is 16384."""
+            def __init__(
+                self,
+                *,
+                max_requests: _builtins.int = ...,
+                max_steps: _builtins.int = ...,
+                max_blocks: _builtins.int = ...,
+            ) -> None: ...
+            _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+            def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+            _ClearFieldArgType: _TypeAlias = _typing.Literal["max_blocks", b"max_blocks", "max_requests", b"max_requests", "max_steps", b"max_steps"]  # noqa: Y015
+            def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+            def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+        DETAIL_FIELD_NUMBER: _builtins.int
+        @_builtins.property
+        def detail(self) -> Global___UtilityRequest.Stats.Detail:
+            """Also what a live view shows. Unset: the counters alone."""
+
         def __init__(
             self,
+            *,
+            detail: Global___UtilityRequest.Stats.Detail | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _typing.Literal["_detail", b"_detail", "detail", b"detail"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_detail", b"_detail", "detail", b"detail"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
+        _WhichOneofReturnType__detail: _TypeAlias = _typing.Literal["detail"]  # noqa: Y015
+        _WhichOneofArgType__detail: _TypeAlias = _typing.Literal["_detail", b"_detail"]  # noqa: Y015
+        def WhichOneof(self, oneof_group: _WhichOneofArgType__detail) -> _WhichOneofReturnType__detail | None: ...
 
     @_typing.final
     class AddAdapter(_message.Message):
@@ -895,6 +992,7 @@ class CoreStats(_message.Message):
     SLEEP_LEVEL_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     NUM_FRONTENDS_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Requests in the running queue."""
     num_waiting: _builtins.int
@@ -937,6 +1035,10 @@ class CoreStats(_message.Message):
     """Epoch of the plans."""
     num_frontends: _builtins.int
     """Frontends with an open stream."""
+    @_builtins.property
+    def detail(self) -> Global___CoreDetail:
+        """What a live view shows, where Stats asked for it."""
+
     def __init__(
         self,
         *,
@@ -961,14 +1063,275 @@ class CoreStats(_message.Message):
         sleep_level: _builtins.int = ...,
         epoch: _builtins.int = ...,
         num_frontends: _builtins.int = ...,
+        detail: Global___CoreDetail | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "execute_s", b"execute_s", "is_paused", b"is_paused", "num_aborted", b"num_aborted", "num_finished", b"num_finished", "num_frontends", b"num_frontends", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_scheduled_tokens", b"num_scheduled_tokens", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_unknown_ids", b"num_unknown_ids", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "publish_s", b"publish_s", "schedule_s", b"schedule_s", "sleep_level", b"sleep_level", "update_s", b"update_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "epoch", b"epoch", "execute_s", b"execute_s", "is_paused", b"is_paused", "num_aborted", b"num_aborted", "num_finished", b"num_finished", "num_frontends", b"num_frontends", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_scheduled_tokens", b"num_scheduled_tokens", "num_steps", b"num_steps", "num_total_blocks", b"num_total_blocks", "num_unknown_ids", b"num_unknown_ids", "num_used_blocks", b"num_used_blocks", "num_waiting", b"num_waiting", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "publish_s", b"publish_s", "schedule_s", b"schedule_s", "sleep_level", b"sleep_level", "update_s", b"update_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CoreStats: _TypeAlias = CoreStats  # noqa: Y015
+
+@_typing.final
+class CoreDetail(_message.Message):
+    """A core in detail at one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class RequestColumns(_message.Message):
+        """Requests as parallel columns. A request owes prompt + output + draft + placeholder - computed tokens."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        NUM_TOTAL_FIELD_NUMBER: _builtins.int
+        EXTERNAL_REQUEST_IDS_FIELD_NUMBER: _builtins.int
+        REQUEST_IDS_FIELD_NUMBER: _builtins.int
+        CHILD_INDICES_FIELD_NUMBER: _builtins.int
+        STATES_FIELD_NUMBER: _builtins.int
+        PRIORITIES_FIELD_NUMBER: _builtins.int
+        AGES_MS_FIELD_NUMBER: _builtins.int
+        NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+        NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+        NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+        NUM_PLACEHOLDER_TOKENS_FIELD_NUMBER: _builtins.int
+        NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+        MAX_NUM_TOKENS_FIELD_NUMBER: _builtins.int
+        NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+        NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+        NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+        num_total: _builtins.int
+        """Requests that are alive, those beyond the bound too."""
+        request_ids: _builtins.bytes
+        """Uint64 column: ids, unique within a frontend incarnation."""
+        child_indices: _builtins.bytes
+        """Int32 column: which of its parent's completions each is."""
+        states: _builtins.bytes
+        """Int32 column: values of RequestState."""
+        priorities: _builtins.bytes
+        """Int32 column: priorities."""
+        ages_ms: _builtins.bytes
+        """Uint64 column: time since they came to the core, in milliseconds."""
+        num_prompt_tokens: _builtins.bytes
+        """Int32 column: prompt tokens."""
+        num_output_tokens: _builtins.bytes
+        """Int32 column: output tokens that are known."""
+        num_draft_tokens: _builtins.bytes
+        """Int32 column: drafts to be verified."""
+        num_placeholder_tokens: _builtins.bytes
+        """Int32 column: tokens that steps in flight will bring at most."""
+        num_computed_tokens: _builtins.bytes
+        """Int32 column: positions with KV, those of steps in flight too."""
+        max_num_tokens: _builtins.bytes
+        """Int32 column: prompt and output tokens at most."""
+        num_cached_tokens: _builtins.bytes
+        """Int32 column: prompt tokens that came from the prefix cache at the first admission."""
+        num_blocks: _builtins.bytes
+        """Int32 column: KV blocks."""
+        num_preemptions: _builtins.bytes
+        """Int32 column: how often they were preempted."""
+        @_builtins.property
+        def external_request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+            """The callers' names for them."""
+
+        def __init__(
+            self,
+            *,
+            num_total: _builtins.int = ...,
+            external_request_ids: _abc.Iterable[_builtins.str] | None = ...,
+            request_ids: _builtins.bytes = ...,
+            child_indices: _builtins.bytes = ...,
+            states: _builtins.bytes = ...,
+            priorities: _builtins.bytes = ...,
+            ages_ms: _builtins.bytes = ...,
+            num_prompt_tokens: _builtins.bytes = ...,
+            num_output_tokens: _builtins.bytes = ...,
+            num_draft_tokens: _builtins.bytes = ...,
+            num_placeholder_tokens: _builtins.bytes = ...,
+            num_computed_tokens: _builtins.bytes = ...,
+            max_num_tokens: _builtins.bytes = ...,
+            num_cached_tokens: _builtins.bytes = ...,
+            num_blocks: _builtins.bytes = ...,
+            num_preemptions: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["ages_ms", b"ages_ms", "child_indices", b"child_indices", "external_request_ids", b"external_request_ids", "max_num_tokens", b"max_num_tokens", "num_blocks", b"num_blocks", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_draft_tokens", b"num_draft_tokens", "num_output_tokens", b"num_output_tokens", "num_placeholder_tokens", b"num_placeholder_tokens", "num_preemptions", b"num_preemptions", "num_prompt_tokens", b"num_prompt_tokens", "num_total", b"num_total", "priorities", b"priorities", "request_ids", b"request_ids", "states", b"states"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class StepColumns(_message.Message):
+        """Steps as parallel columns. Times are in microseconds."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        NUMBERS_FIELD_NUMBER: _builtins.int
+        AGES_US_FIELD_NUMBER: _builtins.int
+        NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+        NUM_SCHEDULED_TOKENS_FIELD_NUMBER: _builtins.int
+        NUM_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+        NUM_SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
+        SCHEDULE_US_FIELD_NUMBER: _builtins.int
+        EXECUTE_US_FIELD_NUMBER: _builtins.int
+        UPDATE_US_FIELD_NUMBER: _builtins.int
+        PUBLISH_US_FIELD_NUMBER: _builtins.int
+        PREPARE_US_FIELD_NUMBER: _builtins.int
+        FORWARD_US_FIELD_NUMBER: _builtins.int
+        SAMPLE_US_FIELD_NUMBER: _builtins.int
+        IS_FAILED_FIELD_NUMBER: _builtins.int
+        numbers: _builtins.bytes
+        """Uint64 column: numbers of the steps."""
+        ages_us: _builtins.bytes
+        """Uint64 column: time since they were committed."""
+        num_requests: _builtins.bytes
+        """Int32 column: requests in the batch."""
+        num_scheduled_tokens: _builtins.bytes
+        """Int32 column: tokens computed."""
+        num_prefill_tokens: _builtins.bytes
+        """Int32 column: of these, tokens of rows that computed more than they sampled: prompts, and what was preempted."""
+        num_sampled_tokens: _builtins.bytes
+        """Int32 column: positions sampled."""
+        schedule_us: _builtins.bytes
+        """Int32 column: planning."""
+        execute_us: _builtins.bytes
+        """Int32 column: from the plan's sending (or the end of the step before, where that was later) to its result."""
+        update_us: _builtins.bytes
+        """Int32 column: committing."""
+        publish_us: _builtins.bytes
+        """Int32 column: handing outputs over."""
+        prepare_us: _builtins.bytes
+        """Int32 column: the worker's batch update and inputs."""
+        forward_us: _builtins.bytes
+        """Int32 column: the worker's forward pass."""
+        sample_us: _builtins.bytes
+        """Int32 column: the worker's sampling."""
+        is_failed: _builtins.bytes
+        """Int32 column: 1 for a step that failed as a whole."""
+        def __init__(
+            self,
+            *,
+            numbers: _builtins.bytes = ...,
+            ages_us: _builtins.bytes = ...,
+            num_requests: _builtins.bytes = ...,
+            num_scheduled_tokens: _builtins.bytes = ...,
+            num_prefill_tokens: _builtins.bytes = ...,
+            num_sampled_tokens: _builtins.bytes = ...,
+            schedule_us: _builtins.bytes = ...,
+            execute_us: _builtins.bytes = ...,
+            update_us: _builtins.bytes = ...,
+            publish_us: _builtins.bytes = ...,
+            prepare_us: _builtins.bytes = ...,
+            forward_us: _builtins.bytes = ...,
+            sample_us: _builtins.bytes = ...,
+            is_failed: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["ages_us", b"ages_us", "execute_us", b"execute_us", "forward_us", b"forward_us", "is_failed", b"is_failed", "num_prefill_tokens", b"num_prefill_tokens", "num_requests", b"num_requests", "num_sampled_tokens", b"num_sampled_tokens", "num_scheduled_tokens", b"num_scheduled_tokens", "numbers", b"numbers", "prepare_us", b"prepare_us", "publish_us", b"publish_us", "sample_us", b"sample_us", "schedule_us", b"schedule_us", "update_us", b"update_us"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class BlockColumns(_message.Message):
+        """The KV pool, block by block."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+        STRIDE_FIELD_NUMBER: _builtins.int
+        STATES_FIELD_NUMBER: _builtins.int
+        num_blocks: _builtins.int
+        """Blocks that requests can use."""
+        stride: _builtins.int
+        """Every so many-th block is told, from the first on."""
+        states: _builtins.bytes
+        """A byte per block told: a value of BlockState."""
+        def __init__(
+            self,
+            *,
+            num_blocks: _builtins.int = ...,
+            stride: _builtins.int = ...,
+            states: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "states", b"states", "stride", b"stride"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    PROCESS_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    WORKER_TARGET_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_FIELD_NUMBER: _builtins.int
+    STEP_AGE_MS_FIELD_NUMBER: _builtins.int
+    IS_PARTIAL_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_AGE_MS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model that it serves."""
+    block_size: _builtins.int
+    """Tokens per KV block."""
+    max_num_seqs: _builtins.int
+    """Most requests that run at once."""
+    max_num_batched_tokens: _builtins.int
+    """Token budget of a step."""
+    worker_target: _builtins.str
+    """Address of its worker."""
+    unavailable: _builtins.str
+    """Why new requests are refused; empty where they are not."""
+    step_age_ms: _builtins.int
+    """Age of the step that runs now, in milliseconds; 0 between steps."""
+    is_partial: _builtins.bool
+    """Requests and blocks are of an earlier moment, or missing: the engine is in a long step, and answers after it."""
+    snapshot_age_ms: _builtins.int
+    """How old requests and blocks are, in milliseconds; 0 unless is_partial."""
+    @_builtins.property
+    def process(self) -> _types_pb2.ProcessStats:
+        """The process."""
+
+    @_builtins.property
+    def requests(self) -> Global___CoreDetail.RequestColumns:
+        """Requests that are alive."""
+
+    @_builtins.property
+    def steps(self) -> Global___CoreDetail.StepColumns:
+        """Steps that were committed lately, oldest first."""
+
+    @_builtins.property
+    def blocks(self) -> Global___CoreDetail.BlockColumns:
+        """The KV pool."""
+
+    def __init__(
+        self,
+        *,
+        process: _types_pb2.ProcessStats | None = ...,
+        model: _builtins.str = ...,
+        block_size: _builtins.int = ...,
+        max_num_seqs: _builtins.int = ...,
+        max_num_batched_tokens: _builtins.int = ...,
+        worker_target: _builtins.str = ...,
+        unavailable: _builtins.str = ...,
+        step_age_ms: _builtins.int = ...,
+        is_partial: _builtins.bool = ...,
+        requests: Global___CoreDetail.RequestColumns | None = ...,
+        steps: Global___CoreDetail.StepColumns | None = ...,
+        blocks: Global___CoreDetail.BlockColumns | None = ...,
+        snapshot_age_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "process", b"process", "requests", b"requests", "steps", b"steps"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "blocks", b"blocks", "is_partial", b"is_partial", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "process", b"process", "requests", b"requests", "snapshot_age_ms", b"snapshot_age_ms", "step_age_ms", b"step_age_ms", "steps", b"steps", "unavailable", b"unavailable", "worker_target", b"worker_target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CoreDetail: _TypeAlias = CoreDetail  # noqa: Y015
 
 @_typing.final
 class StreamOutputsRequest(_message.Message):
@@ -1330,7 +1693,7 @@ class StepOutputs(_message.Message):
 
     @_builtins.property
     def stats(self) -> Global___CoreStats:
-        """Numbers about the core; sent to one frontend, about once a second."""
+        """Numbers about the core; sent to every frontend about once a second, where they have changed."""
 
     def __init__(
         self,

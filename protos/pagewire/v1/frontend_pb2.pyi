@@ -921,3 +921,122 @@ class ServedModel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ServedModel: _TypeAlias = ServedModel  # noqa: Y015
+
+@_typing.final
+class GetStatsRequest(_message.Message):
+    """Nothing is asked."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatsRequest: _TypeAlias = GetStatsRequest  # noqa: Y015
+
+@_typing.final
+class GetStatsResponse(_message.Message):
+    """Numbers about a frontend at one moment. Counters count since the process started. Nothing of any one request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class CoreConnection(_message.Message):
+        """One core, as this frontend sees it."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TARGET_FIELD_NUMBER: _builtins.int
+        IS_CONNECTED_FIELD_NUMBER: _builtins.int
+        CORE_INCARNATION_FIELD_NUMBER: _builtins.int
+        MODEL_FIELD_NUMBER: _builtins.int
+        NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+        ERROR_FIELD_NUMBER: _builtins.int
+        target: _builtins.str
+        """Its address."""
+        is_connected: _builtins.bool
+        """It can be used."""
+        core_incarnation: _builtins.str
+        """Its incarnation; empty where it is not connected."""
+        model: _builtins.str
+        """The model that it serves; empty where it is not connected."""
+        num_requests: _builtins.int
+        """Requests that live there."""
+        error: _builtins.str
+        """Why it can't be used; empty where it can."""
+        def __init__(
+            self,
+            *,
+            target: _builtins.str = ...,
+            is_connected: _builtins.bool = ...,
+            core_incarnation: _builtins.str = ...,
+            model: _builtins.str = ...,
+            num_requests: _builtins.int = ...,
+            error: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["core_incarnation", b"core_incarnation", "error", b"error", "is_connected", b"is_connected", "model", b"model", "num_requests", b"num_requests", "target", b"target"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    PROCESS_FIELD_NUMBER: _builtins.int
+    CORES_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_RECEIVED_FIELD_NUMBER: _builtins.int
+    NUM_SUCCEEDED_FIELD_NUMBER: _builtins.int
+    NUM_FAILED_FIELD_NUMBER: _builtins.int
+    NUM_ABORTED_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
+    num_requests: _builtins.int
+    """Requests that live; a request with n > 1 is one."""
+    num_received: _builtins.int
+    """Requests that came."""
+    num_succeeded: _builtins.int
+    """Requests that ended well, in the caller's eyes."""
+    num_failed: _builtins.int
+    """Requests that ended with an error, refused ones too."""
+    num_aborted: _builtins.int
+    """Requests that ended because somebody wanted it: the caller went away or called Abort, its deadline passed."""
+    num_prompt_tokens: _builtins.int
+    """Prompt tokens of the requests that ended."""
+    num_completion_tokens: _builtins.int
+    """Tokens that the requests that ended got."""
+    is_draining: _builtins.bool
+    """New requests are refused because the process is about to end."""
+    @_builtins.property
+    def process(self) -> _types_pb2.ProcessStats:
+        """The process."""
+
+    @_builtins.property
+    def cores(self) -> _containers.RepeatedCompositeFieldContainer[Global___GetStatsResponse.CoreConnection]:
+        """The cores that it uses or tries to use."""
+
+    def __init__(
+        self,
+        *,
+        process: _types_pb2.ProcessStats | None = ...,
+        cores: _abc.Iterable[Global___GetStatsResponse.CoreConnection] | None = ...,
+        num_requests: _builtins.int = ...,
+        num_received: _builtins.int = ...,
+        num_succeeded: _builtins.int = ...,
+        num_failed: _builtins.int = ...,
+        num_aborted: _builtins.int = ...,
+        num_prompt_tokens: _builtins.int = ...,
+        num_completion_tokens: _builtins.int = ...,
+        is_draining: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cores", b"cores", "is_draining", b"is_draining", "num_aborted", b"num_aborted", "num_completion_tokens", b"num_completion_tokens", "num_failed", b"num_failed", "num_prompt_tokens", b"num_prompt_tokens", "num_received", b"num_received", "num_requests", b"num_requests", "num_succeeded", b"num_succeeded", "process", b"process"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015

@@ -80,6 +80,11 @@ class FrontendServiceStub:
                 request_serializer=pagewire_dot_v1_dot_frontend__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=pagewire_dot_v1_dot_frontend__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.GetStats = channel.unary_unary(
+                '/pagewire.v1.FrontendService/GetStats',
+                request_serializer=pagewire_dot_v1_dot_frontend__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=pagewire_dot_v1_dot_frontend__pb2.GetStatsResponse.FromString,
+                _registered_method=True)
 
 
 class FrontendServiceServicer:
@@ -147,6 +152,13 @@ class FrontendServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStats(self, request, context):
+        """Numbers about this frontend, for live views and scripts. Answers while no core is connected.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FrontendServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -189,6 +201,11 @@ def add_FrontendServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=pagewire_dot_v1_dot_frontend__pb2.ListModelsRequest.FromString,
                     response_serializer=pagewire_dot_v1_dot_frontend__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=pagewire_dot_v1_dot_frontend__pb2.GetStatsRequest.FromString,
+                    response_serializer=pagewire_dot_v1_dot_frontend__pb2.GetStatsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -413,6 +430,33 @@ class FrontendService:
             '/pagewire.v1.FrontendService/ListModels',
             pagewire_dot_v1_dot_frontend__pb2.ListModelsRequest.SerializeToString,
             pagewire_dot_v1_dot_frontend__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagewire.v1.FrontendService/GetStats',
+            pagewire_dot_v1_dot_frontend__pb2.GetStatsRequest.SerializeToString,
+            pagewire_dot_v1_dot_frontend__pb2.GetStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,8 @@ class FrontendServiceStub:
     """Describes one model."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.ListModelsRequest, _frontend_pb2.ListModelsResponse]
     """Lists the models that are served."""
+    GetStats: _grpc.UnaryUnaryMultiCallable[_frontend_pb2.GetStatsRequest, _frontend_pb2.GetStatsResponse]
+    """Numbers about this frontend, for live views and scripts. Answers while no core is connected."""
 
 @_typing.type_check_only
 class FrontendServiceAsyncStub(FrontendServiceStub):
@@ -83,6 +85,8 @@ class FrontendServiceAsyncStub(FrontendServiceStub):
     """Describes one model."""
     ListModels: _aio.UnaryUnaryMultiCallable[_frontend_pb2.ListModelsRequest, _frontend_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the models that are served."""
+    GetStats: _aio.UnaryUnaryMultiCallable[_frontend_pb2.GetStatsRequest, _frontend_pb2.GetStatsResponse]  # type: ignore[assignment]
+    """Numbers about this frontend, for live views and scripts. Answers while no core is connected."""
 
 class FrontendServiceServicer(metaclass=_abc_1.ABCMeta):
     """What clients call. Generated clients in any language need nothing else.
@@ -156,5 +160,13 @@ class FrontendServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_frontend_pb2.ListModelsResponse, _abc.Awaitable[_frontend_pb2.ListModelsResponse]]:
         """Lists the models that are served."""
+
+    @_abc_1.abstractmethod
+    def GetStats(
+        self,
+        request: _frontend_pb2.GetStatsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_frontend_pb2.GetStatsResponse, _abc.Awaitable[_frontend_pb2.GetStatsResponse]]:
+        """Numbers about this frontend, for live views and scripts. Answers while no core is connected."""
 
 def add_FrontendServiceServicer_to_server(servicer: FrontendServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -939,3 +939,45 @@ class Heartbeat(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class ProcessStats(_message.Message):
+    """What a process tells of itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    UPTIME_MS_FIELD_NUMBER: _builtins.int
+    RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
+    CPU_MS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    """Random id of the process's life."""
+    pid: _builtins.int
+    """Its number on its machine."""
+    uptime_ms: _builtins.int
+    """Time since it started, in milliseconds."""
+    resident_bytes: _builtins.int
+    """Resident memory in bytes; 0 where the system does not tell."""
+    cpu_ms: _builtins.int
+    """Processor time that it has used, in milliseconds."""
+    version: _builtins.str
+    """Version of Pagewire; empty where it is not installed."""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        uptime_ms: _builtins.int = ...,
+        resident_bytes: _builtins.int = ...,
+        cpu_ms: _builtins.int = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_ms", b"cpu_ms", "incarnation", b"incarnation", "pid", b"pid", "resident_bytes", b"resident_bytes", "uptime_ms", b"uptime_ms", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessStats: _TypeAlias = ProcessStats  # noqa: Y015

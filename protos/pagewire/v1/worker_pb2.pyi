@@ -1083,7 +1083,7 @@ class WorkerServiceUtilityRequest(_message.Message):
     REMOVE_ADAPTER_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     core_incarnation: _builtins.str
-    """The core that asks."""
+    """The core that asks. May be empty for stats: who only looks makes no handshake, and so fences nobody."""
     @_builtins.property
     def sleep(self) -> Global___WorkerServiceUtilityRequest.Sleep:
         """Give memory back."""
@@ -1180,6 +1180,14 @@ class WorkerServiceUtilityResponse(_message.Message):
         NUM_SLOTS_USED_FIELD_NUMBER: _builtins.int
         RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
         SLEEP_LEVEL_FIELD_NUMBER: _builtins.int
+        PROCESS_FIELD_NUMBER: _builtins.int
+        CORE_INCARNATION_FIELD_NUMBER: _builtins.int
+        IS_STREAM_OPEN_FIELD_NUMBER: _builtins.int
+        EPOCH_FIELD_NUMBER: _builtins.int
+        STEP_FIELD_NUMBER: _builtins.int
+        STEP_AGE_MS_FIELD_NUMBER: _builtins.int
+        DEVICE_FIELD_NUMBER: _builtins.int
+        MODEL_FIELD_NUMBER: _builtins.int
         num_steps: _builtins.int
         """Steps executed since the process started."""
         num_slots_used: _builtins.int
@@ -1188,6 +1196,24 @@ class WorkerServiceUtilityResponse(_message.Message):
         """Resident memory of the process in bytes."""
         sleep_level: _builtins.int
         """Sleep level; 0 is awake."""
+        core_incarnation: _builtins.str
+        """The core that made the newest handshake; empty before the first."""
+        is_stream_open: _builtins.bool
+        """That core's Execute stream is open."""
+        epoch: _builtins.int
+        """Epoch of the KV pool; 0 without one."""
+        step: _builtins.int
+        """Last step executed in this epoch."""
+        step_age_ms: _builtins.int
+        """Age of the step that runs now, in milliseconds; 0 between steps."""
+        device: _builtins.str
+        """Where it computes: cpu or cuda."""
+        model: _builtins.str
+        """The model that is loaded; empty without one."""
+        @_builtins.property
+        def process(self) -> _types_pb2.ProcessStats:
+            """The process."""
+
         def __init__(
             self,
             *,
@@ -1195,10 +1221,18 @@ class WorkerServiceUtilityResponse(_message.Message):
             num_slots_used: _builtins.int = ...,
             resident_bytes: _builtins.int = ...,
             sleep_level: _builtins.int = ...,
+            process: _types_pb2.ProcessStats | None = ...,
+            core_incarnation: _builtins.str = ...,
+            is_stream_open: _builtins.bool = ...,
+            epoch: _builtins.int = ...,
+            step: _builtins.int = ...,
+            step_age_ms: _builtins.int = ...,
+            device: _builtins.str = ...,
+            model: _builtins.str = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["num_slots_used", b"num_slots_used", "num_steps", b"num_steps", "resident_bytes", b"resident_bytes", "sleep_level", b"sleep_level"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["core_incarnation", b"core_incarnation", "device", b"device", "epoch", b"epoch", "is_stream_open", b"is_stream_open", "model", b"model", "num_slots_used", b"num_slots_used", "num_steps", b"num_steps", "process", b"process", "resident_bytes", b"resident_bytes", "sleep_level", b"sleep_level", "step", b"step", "step_age_ms", b"step_age_ms"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 

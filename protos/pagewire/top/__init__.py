@@ -1,0 +1,1 @@
+"""`pagewire top`, the live view of a running deployment; `command.main` runs it."""
