@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -17,7 +18,7 @@ from tests.images.podman_support import NETWORK, Running, wait_until
 pytestmark = [pytest.mark.ops, pytest.mark.timeout(1500)]
 
 PROMPTS = ("The capital of France is", "Water is made of", "One, two, three,", "The sea is")
-MAX_TOKENS = 40
+MAX_TOKENS = 96
 LOOK = """
 import json, pathlib
 def status(pid):
@@ -69,6 +70,8 @@ class Load:
     errors: list[str] = field(default_factory=list)
     streams: list[tuple[str, float, float]] = field(default_factory=list)
     """(frontend, begin, end) of each that was whole."""
+    active: dict[int, str] = field(default_factory=dict)
+    """Client -> frontend from which it has had a first token, and not yet the last."""
     stop: threading.Event = field(default_factory=threading.Event)
 
     def run(self, index: int) -> None:
@@ -80,10 +83,12 @@ class Load:
                 continue
             began_s = time.monotonic()
             try:
-                text = stream(self.running.target(frontend), prompt)
+                text = stream(self.running.target(frontend), prompt, lambda: self.active.update({index: frontend}))
             except PagewireError as error:
                 self.errors.append(f"{frontend} after {time.monotonic() - began_s:.1f} s: {error}")
                 continue
+            finally:
+                self.active.pop(index, None)
             if text != self.references[prompt]:
                 self.errors.append(f"{frontend}: {text!r} instead of {self.references[prompt]!r}")
             self.streams.append((frontend, began_s, time.monotonic()))
@@ -92,10 +97,13 @@ class Load:
         return sum(name == frontend and began_s > since_s for name, began_s, _ in self.streams)
 
 
-def stream(target: str, prompt: str) -> str:
+def stream(target: str, prompt: str, on_token: Callable[[], None] = lambda: None) -> str:
     """The whole text; raises PagewireError, also where the stream has no end."""
+    parts = []
     with Client(target, timeout_s=300) as client:
-        parts = list(client.generate(prompt, temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True))
+        for part in client.generate(prompt, temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True):
+            parts.append(part)
+            on_token()
     if not parts or parts[-1].usage is None or parts[-1].usage.completion_tokens != MAX_TOKENS:
         raise PagewireError(f"the stream ended early, after {len(parts)} parts")
     return "".join(part.text for part in parts)
@@ -113,6 +121,7 @@ def test_a_rolling_restart_under_load_loses_no_stream(running: Running):
         for name in running.frontends:
             before_s = time.monotonic()
             wait_until(lambda name=name, s=before_s: load.count(name, s) >= 2, 300, f"{name} serves streams")
+            wait_until(lambda name=name: name in load.active.values(), 60, f"{name} is in the middle of a stream")
             signals[name] = time.monotonic()
             play.stop(running.play(name))
             [found] = json.loads(play.podman("inspect", running.container(name)))
