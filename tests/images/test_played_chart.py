@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -83,7 +84,7 @@ class Load:
                 continue
             began_s = time.monotonic()
             try:
-                text = stream(self.running.target(frontend), prompt, lambda: self.active.update({index: frontend}))
+                text = stream(self.running.target(frontend), prompt, partial(self.active.__setitem__, index, frontend))
             except PagewireError as error:
                 self.errors.append(f"{frontend} after {time.monotonic() - began_s:.1f} s: {error}")
                 continue
