@@ -51,8 +51,7 @@ def values() -> Object:
     assert isinstance(path, Path)
     return {
         "imageRegistry": "localhost",
-        "metrics": {"enabled": False},
-        "frontend": {"replicas": 2, "coreDiscovery": "list", "lameDuckSeconds": 3, "drainSeconds": 120},
+        "frontend": {"replicas": 2, "lameDuckSeconds": 3, "drainSeconds": 120},
         "core": {"settings": {"max_num_seqs": 8}, "lameDuckSeconds": 0, "drainSeconds": 5},
         "worker": {
             "settings": {"kv_cache_memory": "256MiB", "num_threads": 1},

@@ -19,7 +19,7 @@ from tests.images.podman_support import NETWORK, Running, wait_until
 pytestmark = [pytest.mark.ops, pytest.mark.timeout(1500)]
 
 PROMPTS = ("The capital of France is", "Water is made of", "One, two, three,", "The sea is")
-MAX_TOKENS = 96
+MAX_TOKENS = 64
 LOOK = """
 import json, pathlib
 def status(pid):
