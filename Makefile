@@ -9,7 +9,7 @@ ARGS ?=
 # Set to e.g. "torch==2.13.0 --index-url ..." for another build of torch (README).
 TORCH ?= torch==2.13.0
 
-.PHONY: help serve test unit system faults lint format protos bench bench-peers gpu-check soak chart locks images images-test cluster clean
+.PHONY: compile-kernels help serve test unit system faults lint format protos bench bench-peers gpu-check soak chart locks images images-test cluster clean
 
 help: ## list these commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -81,6 +81,9 @@ chart: $(VENV)/.dev ## helm lint, every manifest of the chart in every Kubernete
 	helm=$$($(BIN)/python k8s/tools/get_helm.py) && $$helm lint --strict k8s/chart && $$helm lint --strict k8s/chart --values k8s/chart/values-gpu.yaml
 	$(BIN)/python -m pytest tests/chart -n 2
 	helm=$$($(BIN)/python k8s/tools/get_helm.py) && $$helm package k8s/chart --destination build
+
+compile-kernels: $(VENV)/.dev ## every Triton kernel for sm_80, sm_90 and sm_100, against kernels/cuda/resources.csv
+	$(BIN)/python -m kernels.cuda.variant
 
 soak: $(VENV)/.dev ## twenty minutes of random load on real processes, and what must hold after it
 	$(BIN)/python -m tests.soak.soak $(ARGS)
