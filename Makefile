@@ -9,7 +9,7 @@ ARGS ?=
 # Set to e.g. "torch==2.13.0 --index-url ..." for another build of torch (README).
 TORCH ?= torch==2.13.0
 
-.PHONY: help serve test unit system faults lint format protos bench bench-peers gpu-check soak chart clean
+.PHONY: compile-kernels help serve test unit system faults lint format protos bench bench-peers gpu-check soak chart locks images images-test cluster clean
 
 help: ## list these commands
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -35,10 +35,10 @@ serve: $(VENV)/.installed ## make .venv, install, fetch the model, start all thr
 test: lint unit system faults ## everything that CI runs
 
 unit: $(VENV)/.dev ## the tests that start no deployment, one file per process at a time
-	$(BIN)/python -m pytest -m 'not system' -n 2 --dist loadfile
+	$(BIN)/python -m pytest -m 'not system and not ops' -n 2 --dist loadfile
 
 system: $(VENV)/.dev ## the tests against real processes and a real model
-	$(BIN)/python -m pytest -m system
+	$(BIN)/python -m pytest -m 'system and not ops'
 
 faults: $(VENV)/.dev ## plant faults in the core one by one: its tests must find each
 	$(BIN)/python tests/mutation/plant_faults.py
@@ -82,8 +82,25 @@ chart: $(VENV)/.dev ## helm lint, every manifest of the chart in every Kubernete
 	$(BIN)/python -m pytest tests/chart -n 2
 	helm=$$($(BIN)/python k8s/tools/get_helm.py) && $$helm package k8s/chart --destination build
 
+compile-kernels: $(VENV)/.dev ## every Triton kernel for sm_80, sm_90 and sm_100, against kernels/cuda/resources.csv
+	$(BIN)/python -m kernels.cuda.variant
+
 soak: $(VENV)/.dev ## twenty minutes of random load on real processes, and what must hold after it
 	$(BIN)/python -m tests.soak.soak $(ARGS)
+
+locks: $(VENV)/.dev ## pin what the images are made of again after a change in pyproject.toml; ARGS=--upgrade for the newest
+	$(BIN)/pip install --disable-pip-version-check --quiet uv==0.13.9
+	$(BIN)/python k8s/tools/lock.py $(ARGS)
+
+images: ## build the images with buildah, podman or docker, and print their sizes; ARGS="worker-cuda" for that one
+	k8s/tools/images.sh $(ARGS)
+
+images-test: $(VENV)/.dev images ## run the images from the chart with podman, and restart frontends under load
+	$(BIN)/python -m pytest -m ops tests/images
+
+cluster: $(VENV)/.dev ## install, upgrade and roll back the chart on a real Kubernetes API server, which is built first (slow)
+	k8s/tools/build_kubernetes.sh
+	$(BIN)/python -m pytest -m ops tests/cluster
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info

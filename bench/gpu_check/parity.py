@@ -39,8 +39,9 @@ from kernel_cases import CALLS, Call
 
 MAX_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 6e-3}
 """Largest root mean square error, as a part of the reference's root mean square."""
-MAX_TOKEN_ERROR = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 1.2e-2}
-"""The same of the worst single token of attention: one wrong row of thousands is nothing in the mean of all."""
+MAX_TOKEN_ERROR = {torch.float32: 3e-5, torch.float16: 1e-3, torch.bfloat16: 7.5e-3}
+"""The same of the worst single token of attention: one wrong row of thousands is nothing in the mean of all. In 16 bits
+2.5 times what the rounding of weights and of results alone gives in these cases: 3.8e-4 and 2.9e-3."""
 NUM_PROCESSES = 8
 WITH_KERNELS = [name for name, operation in OPERATIONS.items() if "cuda" in operation.implementations]
 

@@ -25,7 +25,7 @@ SHAPE = {
     "initializer_range": 0.3,
 }  # fmt: skip
 CONFIGS: dict[str, PretrainedConfig] = {
-    "llama": LlamaConfig(num_key_value_heads=2, **SHAPE),
+    "llama": LlamaConfig(num_key_value_heads=2, **SHAPE | {"num_hidden_layers": 1}),
     # Norms of query and key heads, one layer that sees everything and one with a window, a head size of its own.
     "qwen3": Qwen3Config(
         num_key_value_heads=1, head_dim=16, use_sliding_window=True, sliding_window=5, max_window_layers=1, **SHAPE
