@@ -244,7 +244,7 @@ def print_addresses(model: str, addresses: Sequence[Ready], target: str) -> None
     for ready in addresses:
         print(f"  {ready.service:<9} {ready.address}")
     print("\nTry it from another terminal:")
-    print(f'  {_command("pagewire")} generate --server {target} "Why is the sky blue?"')
+    print(f'  {_command("pagewire")} generate --server {target} --temperature 0 "Why is the sky blue?"')
     grpcurl = Path(sys.executable).parent / "grpcurl"
     if grpcurl.exists() or shutil.which("grpcurl"):
         body = '{"text": "The capital of France is", "sampling_params": {"max_tokens": 8, "temperature": 0}}'
