@@ -201,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
         model = resolve_model(arguments.model, show_progress=not arguments.quiet)
         if isinstance(model, str) and not arguments.quiet:
             print(
-                f"{model} is no alias ({', '.join(ALIASES)}) and no file or directory here, so it is taken for a hub id, "
+                f"{model} is no alias ({', '.join(ALIASES)}) and no file or directory here: taken for a hub id, "
                 "which is fetched when it is loaded",
                 file=sys.stderr,
             )
