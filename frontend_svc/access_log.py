@@ -1,4 +1,4 @@
-"""One line for each request that ended: who, where, how, how many tokens, how long. Lengths and reasons, never a text."""
+"""One line for each request that ended: who, where, how, how much, how long. Lengths and reasons, never a text."""
 
 from __future__ import annotations
 

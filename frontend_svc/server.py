@@ -190,7 +190,12 @@ class FrontendServer:
 
     async def start(self) -> int:
         """Listens and begins to look for cores; returns the port."""
-        port = await self.server.start()
+        try:
+            port = await self.server.start()
+        except BaseException:
+            for work in self._work:
+                work.close()
+            raise
         self._tasks = [asyncio.ensure_future(work) for work in (self.service.run(), *self._work)]
         return port
 
