@@ -11,7 +11,7 @@ from typing import Any
 from core_svc.settings import CoreSettings
 from core_svc.startup import CoreProcess, explain
 from pagewire.errors import PagewireError
-from pagewire.runtime.lifetime import die_with_parent
+from pagewire.runtime.lifetime import die_with_parent, end_on_signals
 from pagewire.runtime.logs import setup_logging
 from pagewire.runtime.ready import print_ready
 from pagewire.runtime.server import wait_for_signal
@@ -62,4 +62,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

@@ -26,7 +26,7 @@ from pagewire.errors import FailedPreconditionError, PagewireError, UnavailableE
 from pagewire.runtime.lifetime import new_incarnation
 from pagewire.runtime.logs import set_incarnation
 from pagewire.runtime.server import GrpcServer
-from pagewire.runtime.tracing import start_tracing, stop_tracing
+from pagewire.runtime.tracing import start_tracing, stop_telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -154,8 +154,7 @@ class CoreProcess:
         self._hub.end_all(UnavailableError(why))
         await self._server.drain(1.0)
         await self._in_thread(self._executor.shutdown)
-        await stop_tracing(self._tracer)
-        await self._in_thread(self._metrics.close)
+        await stop_telemetry(self._tracer, self._metrics.close)
 
     def _set_serving(self, config: EngineConfig) -> None:
         assert self._connection is not None and self._engine is not None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from frontend_svc.api_keys import ApiKeys
 from frontend_svc.server import serve
 from frontend_svc.settings import FrontendSettings
-from pagewire.runtime.lifetime import die_with_parent
+from pagewire.runtime.lifetime import die_with_parent, end_on_signals
 from pagewire.runtime.logs import setup_logging
 from pagewire.runtime.settings import parse_settings
 
@@ -33,4 +33,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

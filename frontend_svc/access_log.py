@@ -1,4 +1,4 @@
-"""One line for each request that ended: who, how, how many tokens, how long. Lengths and reasons, never a text."""
+"""One line for each request that ended: who, where, how, how much, how long. Lengths and reasons, never a text."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ class AccessLog:
             "request ended",
             extra=fields(
                 request_id=request.request_id[:MAX_ID_CHARACTERS],
+                api_key=timeline.api_key,
+                core=timeline.core,
                 operation="chat" if isinstance(request.prompt, Conversation) else "generate",
                 code=status_code(timeline.error),
                 abort_reason=timeline.abort_reason.name if timeline.abort_reason is not None else None,

@@ -46,7 +46,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        if handler_call_details.method.startswith(self._prefix):
+        handler = await continuation(handler_call_details)
+        # A method that does not exist stays that: whoever stands before us must not take its name for one of ours.
+        if handler is not None and handler_call_details.method.startswith(self._prefix):
             try:
                 key_name(self._keys, handler_call_details.invocation_metadata)
             except UnauthenticatedError as error:
@@ -56,4 +58,4 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
                     raise refusal
 
                 return grpc.stream_unary_rpc_method_handler(refuse)
-        return await continuation(handler_call_details)
+        return handler

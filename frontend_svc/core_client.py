@@ -241,6 +241,12 @@ class GrpcCoreClient:
             # The deadline is ours and not the caller's, and only a closed channel cancels the call.
             text = f"the core at {self.target} did not answer within {timeout_s:g} s: {error}"
             raise self._lost or UnavailableError(text, retry_after_s=RETRY_AFTER_S) from error
+        except asyncio.CancelledError:
+            # A channel that is closed under a call cancels it like its caller would, and the caller is still waiting.
+            task = asyncio.current_task()
+            if self._lost is None or (task is not None and task.cancelling()):
+                raise
+            raise self._lost from None
 
     async def outputs(self) -> AsyncIterator[StepOutputs]:
         """Everything in order. Raises UnavailableError once the core is lost."""

@@ -33,7 +33,7 @@ from pagewire.runtime.logs import set_incarnation
 from pagewire.runtime.process_stats import process_stats
 from pagewire.runtime.ready import print_ready
 from pagewire.runtime.server import GrpcServer, wait_for_signal
-from pagewire.runtime.tracing import start_tracing, stop_tracing
+from pagewire.runtime.tracing import start_tracing, stop_telemetry, stop_tracing
 from pagewire.v1 import frontend_pb2 as pb
 from pagewire.v1 import frontend_pb2_grpc
 
@@ -74,13 +74,18 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
     def _owner(self, context: Context) -> str:
         return key_name(self._keys, context.invocation_metadata())
 
+    def _refuse(self, request: pb.GenerateRequest | pb.ChatRequest, context: Context, error: PagewireError) -> None:
+        unread = wire.unread_request(request, _trace_context(context))
+        unread.api_key = self._owner(context)
+        self._service.refuse(unread, error)
+
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Streams; a cancelled call ends the request in the core."""
         arguments = (request, _remaining_s(context), _trace_context(context))
         try:
             text_request = wire.text_request_from_generate(*arguments)
         except PagewireError as error:
-            self._service.refuse(wire.unread_request(request, arguments[-1]), error)
+            self._refuse(request, context, error)
             raise
         await self._respond(text_request, pb.GenerateResponse(), context)
 
@@ -93,7 +98,7 @@ class FrontendServicer(frontend_pb2_grpc.FrontendServiceServicer):
             else:
                 text_request = await self._service.off_loop(wire.text_request_from_chat, *arguments)
         except PagewireError as error:
-            self._service.refuse(wire.unread_request(request, arguments[-1]), error)
+            self._refuse(request, context, error)
             raise
         await self._respond(text_request, pb.ChatResponse(), context)
 
@@ -276,5 +281,5 @@ async def _serve(settings: FrontendSettings, keys: ApiKeys | None, incarnation: 
     await server.lame_duck(settings.lame_duck_s)
     failure_task.cancel()
     await frontend.stop(settings.drain_s)
-    metrics.close()
+    await stop_telemetry(tracer, metrics.close)
     return 0

@@ -100,7 +100,8 @@ class TextService:
         """Refuses new requests, lets living ones end for `grace_s` seconds, then ends them with UnavailableError."""
         self._is_draining = True
         try:
-            await asyncio.wait_for(self._tickets.wait_idle(), grace_s)
+            if len(self._tickets):
+                await asyncio.wait_for(self._tickets.wait_idle(), grace_s)
         except TimeoutError:
             log.warning("%d requests did not end within %g s", len(self._tickets), grace_s)
             for session in self.cores.sessions:
@@ -154,7 +155,7 @@ class TextService:
 
     def refuse(self, request: TextRequest, error: PagewireError) -> None:
         """Tells the observers of a request whose message could not be read; `request` has what is known of it."""
-        timeline = RequestTimeline(request, "", error=error)
+        timeline = RequestTimeline(request, "", request.api_key, error=error)
         self._observers.began(timeline)
         self._observers.ended(timeline)
 

@@ -107,6 +107,10 @@ class TraceObserver:
         if parent is not None and parent.first_token_ns:
             events.append(SpanEvent("first_token", parent.first_token_ns))
         events.append(SpanEvent("finished", timeline.ended_ns, {"gen_ai.response.finish_reasons": reasons}))
-        attributes = {"pagewire.completions": len(reasons), "error.type": status if status != "OK" else None}
+        attributes = {
+            "pagewire.core": timeline.core or None,
+            "pagewire.completions": len(reasons),
+            "error.type": status if status != "OK" else None,
+        }
         error = why if status != "OK" else None
         self._tracer.end(span, timeline.ended_ns, attributes, events=events, error=error)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from pagewire.errors import PagewireError
-from pagewire.runtime.lifetime import SUPERVISOR_VARIABLE, die_with_parent
+from pagewire.runtime.lifetime import SUPERVISOR_VARIABLE, die_with_parent, end_on_signals
 from pagewire.runtime.logs import setup_logging
 from pagewire.runtime.settings import parse_settings
 from worker_svc.openmp import bound_spinning
@@ -50,4 +50,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_on_signals()
     sys.exit(main())

@@ -11,7 +11,7 @@ from pagewire.runtime.lifetime import new_incarnation
 from pagewire.runtime.logs import set_incarnation
 from pagewire.runtime.ready import print_ready
 from pagewire.runtime.server import GrpcServer, wait_for_signal
-from pagewire.runtime.tracing import start_tracing, stop_tracing
+from pagewire.runtime.tracing import start_tracing, stop_telemetry, stop_tracing
 from worker_svc.compute import ComputeThread
 from worker_svc.process_metrics import WorkerMetrics
 from worker_svc.server import SERVICE_NAME, WorkerServicer, add_servicer
@@ -78,7 +78,7 @@ async def _serve(settings: WorkerSettings, compute: ComputeThread, incarnation: 
     await server.lame_duck(settings.lame_duck_s)
     await servicer.shut_down(settings.drain_s + CORE_MARGIN_S)
     await server.drain(1.0)
-    metrics.close()
+    await stop_telemetry(tracer, metrics.close)
     return 0
 
 

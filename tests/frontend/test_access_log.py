@@ -42,6 +42,7 @@ def test_one_line_per_request_and_never_its_text(smollm2_files: Files, caplog: p
     whole, refused, gone = (getattr(record, ATTRIBUTE) for record in lines_of(caplog))
     assert {name: whole[name] for name in whole if not name.endswith("_ms")} == {
         "request_id": "whole",
+        "core": "core",
         "operation": "generate",
         "code": "OK",
         "finish_reasons": "LENGTH,LENGTH",

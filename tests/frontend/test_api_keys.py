@@ -27,7 +27,9 @@ from frontend_svc.service import TextService
 from pagewire.client import AsyncClient
 from pagewire.engine import AbortOutcome
 from pagewire.errors import UnauthenticatedError
+from pagewire.runtime.instruments import Instruments
 from pagewire.runtime.lifetime import new_incarnation
+from pagewire.runtime.rpc_metrics import RpcServerMetrics
 from pagewire.runtime.server import GrpcServer
 from pagewire.runtime.status import from_rpc_error
 from pagewire.runtime.transport import secure_or_insecure_channel
@@ -114,6 +116,34 @@ def test_every_call_needs_a_key(smollm2_files: Files, tmp_path: Path, caplog: py
     run(scenario())
 
 
+def test_names_of_methods_that_do_not_exist_are_no_labels(tmp_path: Path) -> None:
+    """Anybody can call any name: a refusal must not make a time series of each."""
+    (tmp_path / "keys").write_text(TEXT)
+    instruments = Instruments()
+
+    async def scenario() -> None:
+        guards = [
+            RpcServerMetrics(instruments, counts_messages=False),
+            AuthInterceptor(SERVICE_NAME, ApiKeys(str(tmp_path / "keys"))),
+        ]
+        server = GrpcServer([SERVICE_NAME], interceptors=guards)
+        frontend_pb2_grpc.add_FrontendServiceServicer_to_server(frontend_pb2_grpc.FrontendServiceServicer(), server.aio)
+        port = await server.start()
+        async with secure_or_insecure_channel(f"127.0.0.1:{port}") as channel:
+            for name, expected in (
+                ("Evil1", "UNIMPLEMENTED"),
+                ("Evil2", "UNIMPLEMENTED"),
+                ("Abort", "UNAUTHENTICATED"),
+            ):
+                error = await status_of(channel.unary_unary(f"/{SERVICE_NAME}/{name}")(b"", timeout=10))
+                assert error.code().name == expected
+        await server.drain(0)
+
+    run(scenario())
+    (calls,) = [found for found in instruments if found.name == "rpc_server_call_duration_seconds"]
+    assert set(calls.read()) == {("grpc", f"{SERVICE_NAME}/Abort", "UNAUTHENTICATED")}
+
+
 def test_public_client_and_key_name(smollm2_files: Files, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with guarded(smollm2_files, tmp_path) as f:
@@ -131,6 +161,10 @@ def test_public_client_and_key_name(smollm2_files: Files, tmp_path: Path) -> Non
                 assert len((await client.complete("Hello", max_tokens=3)).outputs[0].token_ids) == 3
                 assert await client.tokenize("Hello")
             assert [timeline.api_key for timeline in seen] == ["alice"]
+            unread = pb.ChatRequest(messages=[pb.ChatMessage()])
+            error = await status_of(f.stub.Chat(unread, metadata=bearer(BOB)))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert [timeline.api_key for timeline in seen] == ["alice", "bob"]
             async with AsyncClient(f.target) as client:
                 with pytest.raises(UnauthenticatedError):
                     await client.tokenize("Hello")

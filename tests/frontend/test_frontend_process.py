@@ -94,6 +94,24 @@ def test_drain_has_an_end(smollm2_files: Files) -> None:
     run(scenario())
 
 
+def test_a_silent_collector_does_not_keep_the_process(smollm2_files: Files) -> None:
+    """Lame duck, drain, the last spans and the last numbers end within the margin that is promised."""
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent, pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+            patch.setenv("OTEL_METRICS_EXPORTER", "otlp")
+            async with running(smollm2_files, "--drain-s=0.3", "--lame-duck-s=0.2") as (core, process, _, channel):
+                stub = frontend_pb2_grpc.FrontendServiceStub(channel)
+                failing = asyncio.ensure_future(status_of(stub.Generate(generate_request(max_tokens=4000))))
+                await eventually(lambda: core.engine.num_steps > 3)
+                process.send_signal(signal.SIGTERM)
+                assert await asyncio.wait_for(process.wait(), 0.2 + 0.3 + 5) == 0
+                assert (await failing).code() is grpc.StatusCode.UNAVAILABLE
+
+    run(scenario())
+
+
 def test_lame_duck_takes_new_streams_and_a_second_signal_ends_it(smollm2_files: Files) -> None:
     """After SIGTERM new streams are served while health says NOT_SERVING; who signals again waits for nothing.
 

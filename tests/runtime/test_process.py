@@ -79,6 +79,28 @@ def test_second_signal_does_not_wait(which):
             process.kill()
 
 
+@pytest.mark.parametrize("service", ["frontend", "core", "worker"])
+def test_a_signal_before_anything_listens_ends_the_process(service):
+    """As a container's first process too, to which signals without a handler do nothing.
+
+    What the process would do next is replaced by a wait, for a start passes too fast to be caught in it.
+    """
+    code = (
+        "import asyncio, runpy, time\n"
+        "import pagewire.runtime.settings as settings\n"
+        "def wait(*a, **k): print('up', flush=True); time.sleep(60)\n"
+        "settings.parse_settings = wait\n"
+        f"runpy.run_module('{service}_svc', run_name='__main__')"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "up\n"
+            process.terminate()
+            assert process.wait(5) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+
+
 _CHILD = """
 import signal, sys, time
 from pagewire.runtime.lifetime import die_with_parent

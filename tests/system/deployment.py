@@ -27,6 +27,8 @@ WORKER_FLAGS = ("--model=smollm2", "--num-threads=1", "--kv-cache-memory=256MiB"
 def environment() -> dict[str, str]:
     """Ours, without settings that a developer may have exported, and tied to this process's life."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PAGEWIRE_")}
+    # In a container a log that is no terminal's is JSON; tests read text.
+    kept["PAGEWIRE_LOG_FORMAT"] = "text"
     if "PAGEWIRE_CACHE" in os.environ:
         kept["PAGEWIRE_CACHE"] = os.environ["PAGEWIRE_CACHE"]
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}

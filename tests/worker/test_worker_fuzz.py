@@ -15,7 +15,7 @@ from tests.worker.worker_support import Client, ServerThread, write_tiny_model
 
 FUZZ = settings(
     deadline=None,
-    max_examples=40,
+    max_examples=25,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
 )
 text = st.text(max_size=20)

@@ -313,12 +313,12 @@ def test_who_only_looks_needs_no_handshake_and_fences_nobody(server, client, tin
     client.load(tiny, load_format="dummy")
     client.initialize_cache()
     stream = client.stream()
+    core = core_on(stream)
     stats = looker.utility(stats={}).stats
     assert (stats.core_incarnation, stats.is_stream_open) == (client.core, True)
     assert stats.epoch == 1 and stats.device == "cpu" and stats.model
     with fails(grpc.StatusCode.INVALID_ARGUMENT, "core_incarnation"):
         looker.utility(sleep={"level": 1})
-    core = core_on(stream)
     stream.submit(core.plan([(request(PROMPT), len(PROMPT))]))
     assert len(stream.result().slots) == 1
 

@@ -24,6 +24,16 @@ def new_incarnation() -> str:
     return secrets.token_hex(16)
 
 
+def end_on_signals() -> None:
+    """Has SIGTERM and SIGINT end this process at once, with 128 and their number, until it handles them itself.
+
+    By default they do that too, but not to a container's first process, which would start and serve until it is killed.
+    To be called early on the main thread.
+    """
+    for which in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(which, lambda number, frame: os._exit(128 + number))
+
+
 def die_with_parent(kill_after_s: float = 10.0) -> None:
     """Ties this process to its supervisor: SIGTERM when that dies, SIGKILL `kill_after_s` seconds later.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import logging
-import os
 import platform
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from pagewire.runtime.instruments import Counter, Histogram, Instruments, Labels, Reading
 from pagewire.runtime.metrics_http import PATH, MetricsHttpServer
+from pagewire.runtime.metrics_otlp import EXPORTER_VARIABLE, make_otlp, wants_otlp
 from pagewire.runtime.settings import CommonSettings
 from pagewire.runtime.transport import format_address
 
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from pagewire.runtime.metrics_otlp import OtlpMetrics
 
 logger = logging.getLogger(__name__)
-
-EXPORTER_VARIABLE = "OTEL_METRICS_EXPORTER"
-"""OpenTelemetry's own: with `otlp` in it, metrics are sent to a collector too."""
 
 
 class ProcessMetrics:
@@ -55,7 +52,7 @@ class ProcessMetrics:
 
         Raises OSError where the port is taken or prometheus-client is not installed.
         """
-        is_exported = "otlp" in os.environ.get(EXPORTER_VARIABLE, "").split(",")
+        is_exported = wants_otlp()
         if settings.metrics_port is None and not is_exported:
             return None
         if importlib.util.find_spec("prometheus_client") is None:
@@ -64,9 +61,7 @@ class ProcessMetrics:
         if settings.metrics_port is not None:
             metrics.listen(settings.metrics_host, settings.metrics_port)
         if is_exported:
-            from pagewire.runtime.metrics_otlp import OtlpMetrics
-
-            metrics._otlp = OtlpMetrics(service, incarnation, metrics.instruments)
+            metrics._otlp = make_otlp(service, incarnation, metrics.instruments)
         return metrics
 
     def listen(self, host: str, port: int) -> None:
@@ -202,4 +197,4 @@ def _fill(family: Any, histogram: Histogram) -> None:
         family.add_metric(labels, buckets, distribution.sum)
 
 
-__all__ = ["Labels", "ProcessMetrics"]
+__all__ = ["EXPORTER_VARIABLE", "Labels", "ProcessMetrics"]

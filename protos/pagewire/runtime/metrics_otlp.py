@@ -10,18 +10,24 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pagewire.runtime.instruments import Counter, Histogram, Instruments, Labels, Reading
+from pagewire.runtime.tracing import CLOSE_S, is_disabled, speaks_grpc
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import Metric, MetricsData
 
 logger = logging.getLogger(__name__)
 
+EXPORTER_VARIABLE = "OTEL_METRICS_EXPORTER"
+"""OpenTelemetry's own: with `otlp` in it, metrics are sent to a collector too."""
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 INTERVAL_VARIABLE = "OTEL_METRIC_EXPORT_INTERVAL"
 DEFAULT_INTERVAL_MS = 60_000.0
-FLUSH_MS = 3_000.0
+MIN_INTERVAL_MS, MAX_INTERVAL_MS = 10.0, 86_400_000.0
+FLUSH_MS = CLOSE_S * 1000
 
 _NAMES = {
     "gen_ai_server_request_duration_seconds": "gen_ai.server.request.duration",
@@ -43,6 +49,37 @@ _ATTRIBUTES = {
 _UNITS = {"seconds": "s", "bytes": "By", "ratio": "1", "": "1", "tokens": "{token}"}
 
 
+def wants_otlp(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the variables ask for metrics over OTLP that this build can send."""
+    exporters = {name.strip().lower() for name in environ.get(EXPORTER_VARIABLE, "").split(",")}
+    if not exporters & {"otlp", "otlp_proto_grpc"} or is_disabled(environ):
+        return False
+    return speaks_grpc("metrics over OTLP", PROTOCOLS, environ)
+
+
+def make_otlp(service: str, incarnation: str, instruments: Instruments) -> OtlpMetrics | None:
+    """An exporter of these instruments. What is wrong with its variables is logged; the process serves without."""
+    try:
+        return OtlpMetrics(service, incarnation, instruments)
+    except ImportError as error:
+        logger.warning("no metrics over OTLP: %s; install pagewire[telemetry]", error)
+    except Exception as error:
+        logger.warning("no metrics over OTLP: %s", error)
+    return None
+
+
+def _interval_s() -> float:
+    text = os.environ.get(INTERVAL_VARIABLE, "").strip() or str(DEFAULT_INTERVAL_MS)
+    try:
+        interval_ms = float(text)
+    except ValueError:
+        interval_ms = 0.0
+    if not MIN_INTERVAL_MS <= interval_ms <= MAX_INTERVAL_MS:
+        limit = f"must be a number of milliseconds from {MIN_INTERVAL_MS:g} to {MAX_INTERVAL_MS:g}"
+        raise ValueError(f"{INTERVAL_VARIABLE} is {text!r}: {limit}")
+    return interval_ms / 1000
+
+
 class OtlpMetrics:
     """Exports on a thread of its own from `start` to `close`."""
 
@@ -50,13 +87,16 @@ class OtlpMetrics:
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.resources import Resource
 
+        from pagewire.runtime.spans import quieten_exporters
+
+        quieten_exporters()
         attributes = {"service.name": f"pagewire-{service}", "service.instance.id": incarnation}
         named = os.environ.get("OTEL_SERVICE_NAME")
         self._resource = Resource.create({**attributes, **({"service.name": named} if named else {})})
         self._exporter = OTLPMetricExporter()
         self._instruments = instruments
         self._started_ns = time.time_ns()
-        self._interval_s = float(os.environ.get(INTERVAL_VARIABLE) or DEFAULT_INTERVAL_MS) / 1000
+        self._interval_s = _interval_s()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics-otlp", daemon=True)
 

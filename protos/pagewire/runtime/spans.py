@@ -157,7 +157,7 @@ class Tracer:
         self._processor.on_end(cast(ReadableSpan, ended))
 
     def close(self, timeout_s: float) -> None:
-        """Sends what has ended, for `timeout_s` at most; what ends later is lost."""
+        """Sends what has ended, for `timeout_s` at most; what ends later is lost. Again: nothing."""
         flush = threading.Thread(target=self._processor.shutdown, name="last spans", daemon=True)
         flush.start()
         flush.join(timeout_s)
@@ -222,13 +222,17 @@ class _MakingExporter(SpanExporter):
         self._exporter, self._resource = exporter, resource
         self._scope = InstrumentationScope("pagewire", _version())
         self._limits = SpanLimits()
+        self._is_shut = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         ended = cast(Sequence[_EndedSpan], spans)
         return self._exporter.export([each.make(self._resource, self._scope, self._limits) for each in ended])
 
     def shutdown(self) -> None:
-        self._exporter.shutdown()
+        """Once: the library calls it after us where time ran out, and complains of the second call."""
+        if not self._is_shut:
+            self._is_shut = True
+            self._exporter.shutdown()
 
 
 class _WallClock:
@@ -265,13 +269,18 @@ class _Repeats(logging.Filter):
         return True
 
 
-def make_tracer(service_name: str, incarnation: str) -> Tracer:
-    """A tracer that sends by OTLP over gRPC, set up by the OTEL_* variables. Raises what the library raises."""
+def quieten_exporters() -> None:
+    """Has the library's exporters say each of their complaints once a minute. Again: nothing."""
     quiet = _Repeats()
     for name in _LOGGERS:
         found = logging.getLogger(name)
         if not any(isinstance(known, _Repeats) for known in found.filters):
             found.addFilter(quiet)
+
+
+def make_tracer(service_name: str, incarnation: str) -> Tracer:
+    """A tracer that sends by OTLP over gRPC, set up by the OTEL_* variables. Raises what the library raises."""
+    quieten_exporters()
     return Tracer(OTLPSpanExporter(), make_resource(service_name, incarnation))
 
 
