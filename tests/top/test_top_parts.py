@@ -298,3 +298,19 @@ def test_bad_flags_are_named(argument, words, capsys):
 def test_tls_files_that_are_not_there(capsys):
     assert main(["--tls-ca-file=nowhere.pem", "--once"]) == 1
     assert "nowhere.pem" in capsys.readouterr().err
+
+
+def test_other_cores_of_a_frontend_have_a_line_each():
+    now = sample()
+    others = [
+        CoreConnection(f"core:{i}", i != 3, f"{i}" * 32 if i != 3 else "", "model", i, "gone") for i in range(2, 9)
+    ]
+    assert now.frontend.stats is not None
+    cores = (*now.frontend.stats.cores, *others)
+    now = replace(now, frontend=replace(now.frontend, stats=replace(now.frontend.stats, cores=cores)))
+    lines = [line.plain for line in screen(None, now, width=120, height=40, glyphs=UNICODE, note="")]
+    found = [line for line in lines if line.startswith("core ")]
+    assert len(lines) <= 40 and len(found) == 5, "the one that is shown, and four"
+    assert "2 requests of this frontend" in found[1] and "down" in found[2] and "gone" in found[2]
+    assert "and 3 more" in found[4]
+    assert sum(line.startswith("a-ra") for line in lines) > 5, "requests have the rest of the screen"

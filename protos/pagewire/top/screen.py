@@ -12,7 +12,7 @@ from pagewire.top.data import Sample, rates_between
 from pagewire.top.format import Glyphs
 from pagewire.top.rates import rates
 from pagewire.top.requests import requests
-from pagewire.top.services import services
+from pagewire.top.services import num_other_lines, services
 from pagewire.top.steps import steps
 
 NUM_FIXED_LINES = 15
@@ -27,7 +27,7 @@ def screen(
 ) -> list[Text]:
     """The lines; at most `height` of them, where there is a height. `note` ends the title."""
     detail = now.detail
-    num_map_lines, num_steps, num_requests = _shares(height)
+    num_map_lines, num_steps, num_requests = _shares(None if height is None else height - num_other_lines(now))
     lines = [
         _title(now, width, note),
         *services(before, now, width, glyphs),

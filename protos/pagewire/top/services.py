@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from pagewire.engine import CoreStats
-from pagewire.stats import FrontendStats, WorkerStats
+from pagewire.stats import CoreConnection, FrontendStats, WorkerStats
 from pagewire.top.data import Answer, Sample
 from pagewire.top.format import (
     NOTHING,
@@ -18,6 +18,8 @@ from pagewire.top.format import (
 )
 from pagewire.top.table import Column, table
 
+MAX_OTHER_CORES = 4
+"""Lines for the cores of a frontend besides the one that is shown."""
 HEALTH_STYLES = {"ready": "green", "not ready": "yellow", "down": "bold red"}
 
 
@@ -63,7 +65,7 @@ _SERVICES = [
 
 
 def services(before: Sample | None, now: Sample, width: int, glyphs: Glyphs) -> list[Text]:
-    """A line for each service."""
+    """A line for each service, and one for each other core that the frontend has, as the frontend sees it."""
     rows = [
         _Service("frontend", now.frontend, _frontend_notes(now.frontend), None),
         _Service("core", now.core, _core_notes(now), None),
@@ -74,7 +76,32 @@ def services(before: Sample | None, now: Sample, width: int, glyphs: Glyphs) -> 
         olds = [_Service(row.name, answer, "", None) for row, answer in zip(rows, answers, strict=True)]
         seconds = now.taken_s - before.taken_s
         rows = [replace(row, cpu=_cpu(old, row, seconds)) for old, row in zip(olds, rows, strict=True)]
-    return table(_SERVICES, rows, width, glyphs)
+    return table(_SERVICES, [*rows[:2], *_others(now), *rows[2:]], width, glyphs)
+
+
+def num_other_lines(now: Sample) -> int:
+    """Lines that `services` has beyond those of the three services."""
+    return len(_others(now))
+
+
+def _others(now: Sample) -> list[_Service]:
+    cores = now.frontend.stats.cores if now.frontend.stats is not None else ()
+    if len(cores) < 2:
+        return []
+    # By its life too: behind port forwarding one core has two addresses.
+    shown = now.detail.process.incarnation or "-"
+    others = [core for core in cores if core.target != now.core.target and core.core_incarnation != shown]
+    rows = [_other(core) for core in others[:MAX_OTHER_CORES]]
+    if len(others) > MAX_OTHER_CORES:
+        rows[-1] = replace(rows[-1], notes=f"and {len(others) - MAX_OTHER_CORES} more; {rows[-1].notes}")
+    return rows
+
+
+def _other(core: CoreConnection) -> _Service:
+    if not core.is_connected:
+        return _Service("core", Answer(core.target, "down", None, core.error), short_error(core.error), None)
+    notes = f"{_number(core.num_requests, 'request')} of this frontend; see --core"
+    return _Service("core", Answer(core.target, "ready", None), notes, None)
 
 
 def _cpu(old: _Service, new: _Service, seconds: float) -> float | None:
