@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from pagewire.client import AsyncClient
 from pagewire.client_trace import call_span, client_tracing
 from pagewire.client_types import Prompt, RequestOptions
+from pagewire.connection_flags import connection
 from pagewire.errors import InvalidArgumentError, PagewireError, violation
-from pagewire.generate import connection, seconds, server_flag
+from pagewire.generate import seconds, server_flag
 from pagewire.sampling import SamplingParams
 
 if TYPE_CHECKING:

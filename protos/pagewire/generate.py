@@ -7,13 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pagewire.client import Client, Response
 from pagewire.client_trace import call_span, client_tracing
 from pagewire.client_types import RequestOptions
+from pagewire.connection_flags import add_connection_flags, connection
 from pagewire.errors import PagewireError
-from pagewire.runtime.transport import TlsConfig
 from pagewire.sampling_flags import add_sampling_flags, sampling_from_flags
 
 if TYPE_CHECKING:
@@ -23,29 +23,11 @@ DEFAULT_SERVER = "127.0.0.1:50051"
 
 
 def server_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds --server and what it takes to be let in there; `connection` reads that."""
+    """Adds --server and what it takes to be let in there."""
     default = os.environ.get("PAGEWIRE_SERVER") or DEFAULT_SERVER
     help_text = f"address of a frontend (default: {DEFAULT_SERVER}; env PAGEWIRE_SERVER)"
     parser.add_argument("--server", metavar="HOST:PORT", default=default, type=address, help=help_text)
-    for name, what in (
-        ("api_key", "API key; better by its variable, for flags are shown to everybody on the machine"),
-        ("tls_ca_file", "speak TLS, and check the server against this PEM file"),
-        ("tls_cert_file", "PEM file with the certificate to show to the server"),
-        ("tls_key_file", "PEM file with that certificate's key"),
-    ):
-        variable = f"PAGEWIRE_{name.upper()}"
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            metavar="KEY" if name == "api_key" else "FILE",
-            default=os.environ.get(variable, ""),
-            help=f"{what} (env {variable})",
-        )
-
-
-def connection(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a client needs besides the address: TLS and API key, as the flags say."""
-    files = (arguments.tls_ca_file, arguments.tls_cert_file, arguments.tls_key_file)
-    return {"api_key": arguments.api_key, "tls": TlsConfig(*files) if any(files) else None}
+    add_connection_flags(parser)
 
 
 def address(text: str) -> str:

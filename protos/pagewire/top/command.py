@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from pagewire.connection_flags import add_connection_flags, connection
 from pagewire.generate import address, seconds
-from pagewire.tls_flags import add_tls_flags, tls_from_flags
 from pagewire.top.client import DEFAULT_TARGETS, Deployment
 from pagewire.top.data import Sample, rates_between, to_json
 from pagewire.top.format import ASCII, UNICODE, Glyphs
@@ -47,14 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         "--once", action="store_true", help="look twice, an interval apart for the rates, print, and end"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per look instead of a screen")
-    parser.add_argument(
-        "--api-key",
-        metavar="KEY",
-        default=os.environ.get("PAGEWIRE_API_KEY", ""),
-        help="API key for the frontend; better by its variable, for flags are shown to everybody on the machine "
-        "(env PAGEWIRE_API_KEY)",
-    )
-    add_tls_flags(parser)
+    add_connection_flags(parser)
     return parser
 
 
@@ -76,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def _main(arguments: argparse.Namespace) -> int:
     targets = {service: getattr(arguments, service) for service in DEFAULT_TARGETS}
-    deployment = Deployment(targets, tls_from_flags(arguments), api_key=arguments.api_key)
+    deployment = Deployment(targets, **connection(arguments))
     try:
         console = Console(highlight=False)
         if arguments.json:
