@@ -195,7 +195,8 @@ class EngineCoreServicer(core_pb2_grpc.EngineCoreServiceServicer):
             if stream.is_heartbeat_due:
                 stream.is_heartbeat_due = False
                 await context.write(self._heartbeat())
-            while (outputs := stream.session.buffer.take()) is not None:
+            # The buffer is the frontend's: what a stream took after another one has its place would be lost.
+            while not stream.ended.done() and (outputs := stream.session.buffer.take()) is not None:
                 await context.write(wire.outputs_to_proto(outputs))
 
     async def _receive(
@@ -203,6 +204,8 @@ class EngineCoreServicer(core_pb2_grpc.EngineCoreServiceServicer):
     ) -> None:
         async for message in request_iterator:
             sequence, finished_ids = wire.acknowledge_from_proto(message)
+            if stream.ended.done():
+                return
             stream.session.buffer.acknowledge(sequence, finished_ids)
 
     def _heartbeat(self) -> core_pb2.StreamOutputsResponse:

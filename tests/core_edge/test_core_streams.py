@@ -6,8 +6,13 @@ import asyncio
 
 import grpc
 import grpc.aio
+import numpy as np
 
-from pagewire.columns import pack_int32, pack_uint64
+from core_svc.kv_event_log import KvEventLog
+from core_svc.output_hub import OutputHub
+from core_svc.server import EngineCoreServicer
+from pagewire.columns import int32, pack_int32, pack_uint64
+from pagewire.engine import StepOutputs
 from pagewire.v1 import core_pb2, types_pb2
 from tests.core_edge.harness import (
     Core,
@@ -138,6 +143,43 @@ def test_a_second_stream_replaces_the_first() -> None:
         assert core.process._hub.num_open == 1, "the end of the first must not start a lease"
 
     with_core(body, Script(step_s=0.001), lease_ms=300)
+
+
+def test_a_replaced_stream_takes_nothing_more() -> None:
+    """Not even where it was in the middle of a write: what it took would be missing on the new stream."""
+
+    class SlowContext:
+        def __init__(self) -> None:
+            self.writes: list[core_pb2.StreamOutputsResponse] = []
+            self.may_go_on = asyncio.Event()
+
+        async def write(self, message: core_pb2.StreamOutputsResponse) -> None:
+            self.writes.append(message)
+            await self.may_go_on.wait()
+
+    def token(offset: int) -> StepOutputs:
+        return StepOutputs(offset + 1, np.array([1], np.uint64), int32([offset]), int32([1]), int32([7]))
+
+    async def body() -> None:
+        hub = OutputHub()
+        servicer = EngineCoreServicer("core", hub, KvEventLog(notify=lambda: None))
+        first, _, _ = hub.open("frontend", {})
+        first.session.buffer.register([1])
+        hub.publish("frontend", token(0))
+        context = SlowContext()
+        sending = asyncio.create_task(servicer._send(first, context))  # type: ignore[arg-type]
+        await eventually(lambda: len(context.writes) == 1)
+        second, unknown, _ = hub.open("frontend", {1: 1})
+        hub.publish("frontend", token(1))
+        context.may_go_on.set()
+        await asyncio.sleep(0.05)
+        assert not unknown and len(context.writes) == 1
+        taken = second.session.buffer.take()
+        assert taken is not None and taken.offsets.tolist() == [1]
+        sending.cancel()
+        assert first.ended.exception() is not None
+
+    asyncio.run(asyncio.wait_for(body(), 20))
 
 
 def test_requests_that_the_frontend_no_longer_wants_are_aborted() -> None:
