@@ -54,5 +54,6 @@ BARS = (
     at_most("frontend/cpu", "frontend, CPU per streamed token with the gRPC write, us", 40),
     at_most("frontend/detokenize", "frontend, detokenizing and stop search per token, us", 10),
     at_most("memory/pagewire-served:vllm-served", "memory of all processes, against vLLM's server", 0.6),
+    Bar("tracing/pagewire-traced-1-served:pagewire-served", "1 % of requests traced, tokens/s against none", 0.99),
     at_most("cold/pagewire-served", "cold start: command to first answer, s", 20),
 )

@@ -50,4 +50,7 @@ def draw(figures: Sequence[Figure], path: Path) -> None:
 
 
 def _is_shown(bar: Bar, figures: dict[str, Figure]) -> bool:
+    if bar.key.startswith("tracing/"):
+        # Ours against ours.
+        return False
     return bar.is_at_least and bar.key in figures and not figures[bar.key].has_failed

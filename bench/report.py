@@ -19,6 +19,7 @@ TITLES = {
     "memory": "Memory",
     "cold": "Cold start",
     "scheduler": "Scheduler",
+    "tracing": "Traces",
     "frontend": "Frontend",
     "perplexity": "Perplexity by weights",
 }

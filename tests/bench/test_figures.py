@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from xml.etree import ElementTree
 
 import pytest
 
@@ -14,10 +15,11 @@ from bench.bars import BARS, Bar
 from bench.clients import count_tokens
 from bench.context import Context
 from bench.record import Figure, Recorder, merge, read, write
-from bench.report import bar_row, markdown, replace_marked
+from bench.report import MARKS, TITLES, bar_row, markdown, replace_marked
 from bench.statistic import percentile, ratios, summarize
 from bench.workloads import STEP_LONG, STEP_SHORT, decode_steps, load
 
+ROOT = Path(__file__).parents[2]
 NOW = ("2026-11-30", "a machine", "a command")
 
 
@@ -146,3 +148,17 @@ def test_the_frontend_bars_are_about_the_frontends_own_rows(monkeypatch: pytest.
     sections.frontend(cast(Context, context))
     found = {figure.key: figure.median for figure in context.recorder.figures}
     assert found["frontend/cpu"] == 66.0 and found["frontend/detokenize"] == 5.0
+
+
+def test_what_is_committed_is_what_was_recorded() -> None:
+    """Tables with a section for every recorded one, and a picture that is whole."""
+    figures = read(ROOT / "bench" / "results.csv")
+    assert {figure.section for figure in figures} <= TITLES.keys()
+    assert f"{MARKS[0]}\n\n{markdown(figures)}\n\n{MARKS[1]}" in (ROOT / "BENCHMARKS.md").read_text()
+    picture = ElementTree.parse(ROOT / "bench" / "ratios.svg")
+    texts = {element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")}
+    by_key = {figure.key: figure for figure in figures}
+    shown = [bar for bar in BARS if bar.is_at_least and not bar.key.startswith("tracing/") and bar.key in by_key]
+    for bar in shown:
+        if not by_key[bar.key].has_failed:
+            assert {bar.what, f"{by_key[bar.key].median:.2f} ×"} <= texts
