@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from frontend_svc.input_processor import Conversation
 from frontend_svc.observer import RequestTimeline
-from pagewire.errors import PagewireError
 from pagewire.runtime.log_fields import Value, fields, trace_ids
 
 logger = logging.getLogger("frontend_svc.requests")
@@ -33,22 +31,13 @@ class AccessLog:
                 api_key=timeline.api_key,
                 core=timeline.core,
                 operation="chat" if isinstance(request.prompt, Conversation) else "generate",
-                code=status_code(timeline.error),
+                code=timeline.status_code,
                 abort_reason=timeline.abort_reason.name if timeline.abort_reason is not None else None,
                 **_results(timeline),
                 duration_ms=_ms(timeline.received_ns, timeline.ended_ns),
                 **trace,
             ),
         )
-
-
-def status_code(error: BaseException | None) -> str:
-    """Name of the gRPC status code that the caller got."""
-    if error is None:
-        return "OK"
-    if isinstance(error, PagewireError):
-        return error.code
-    return "CANCELLED" if isinstance(error, asyncio.CancelledError) else "INTERNAL"
 
 
 def _results(timeline: RequestTimeline) -> dict[str, Value]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from frontend_svc.input_processor import Conversation
 from frontend_svc.observer import RequestTimeline
 from frontend_svc.parallel_sampling import ParentRequest
 from pagewire.engine import AbortReason, EngineInfo, FinishReason
@@ -92,8 +90,8 @@ class RequestMetrics:
     def ended(self, timeline: RequestTimeline) -> None:
         """Counts a request."""
         self._num_live -= 1
-        code, trace = _code(timeline.error), timeline.request.trace_context
-        gen_ai = (_operation(timeline), PROVIDER, timeline.model)
+        code, trace = timeline.status_code, timeline.request.trace_context
+        gen_ai = (timeline.operation, PROVIDER, timeline.model)
         duration_s = (timeline.ended_ns - timeline.received_ns) / 1e9
         self._duration_s.observe(duration_s, (*gen_ai, "" if code == "OK" else code), trace)
         self._requests.add(1, (code, timeline.api_key))
@@ -126,19 +124,6 @@ class RequestMetrics:
         if longest > 1 and timeline.error is None:
             decode_s = (timeline.ended_ns - parent.first_token_ns) / 1e9
             self._per_token_s.observe(decode_s / (longest - 1), gen_ai, trace)
-
-
-def _operation(timeline: RequestTimeline) -> str:
-    return "chat" if isinstance(timeline.request.prompt, Conversation) else "text_completion"
-
-
-def _code(error: BaseException | None) -> str:
-    """The gRPC code that the caller got."""
-    if error is None:
-        return "OK"
-    if isinstance(error, PagewireError):
-        return error.code
-    return "CANCELLED" if isinstance(error, asyncio.CancelledError) else "INTERNAL"
 
 
 def _abort_cause(timeline: RequestTimeline) -> str | None:

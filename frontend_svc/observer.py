@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from frontend_svc.input_processor import TextRequest
+from frontend_svc.input_processor import Conversation, TextRequest
 from frontend_svc.outputs import OutputKind, RequestOutput
 from frontend_svc.parallel_sampling import ParentRequest
 from pagewire.engine import AbortReason
+from pagewire.errors import PagewireError
 
 
 @dataclass(slots=True)
@@ -48,6 +50,22 @@ class RequestTimeline:
             for completion in output.outputs:
                 before = self.texts.get(completion.index, "") if is_delta else ""
                 self.texts[completion.index] = before + completion.text
+
+    @property
+    def status_code(self) -> str:
+        """Name of the gRPC status that its call ended with; one answer for metrics, traces and logs."""
+        if self.error is None:
+            return "OK"
+        if isinstance(self.error, PagewireError):
+            return self.error.code
+        if isinstance(self.error, asyncio.CancelledError):
+            return "DEADLINE_EXCEEDED" if self.abort_reason is AbortReason.DEADLINE else "CANCELLED"
+        return "INTERNAL"
+
+    @property
+    def operation(self) -> str:
+        """gen_ai.operation.name of OpenTelemetry's conventions."""
+        return "chat" if isinstance(self.request.prompt, Conversation) else "text_completion"
 
 
 class RequestObserver(Protocol):

@@ -5,14 +5,12 @@ Text of prompts and answers, and what callers make of it (stop strings), is left
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 from frontend_svc.input_processor import Conversation, TextRequest
 from frontend_svc.observer import RequestTimeline
 from frontend_svc.outputs import OutputKind
-from pagewire.engine import AbortReason
 from pagewire.errors import InvalidArgumentError, PagewireError
 from pagewire.runtime.tracing import Attributes, AttributeValue
 
@@ -27,18 +25,6 @@ _INT64_MAX = 2**63 - 1
 def method_of(request: TextRequest) -> str:
     """The RPC that brought it, which is its server span's name too."""
     return f"{SERVICE}/{'Chat' if isinstance(request.prompt, Conversation) else 'Generate'}"
-
-
-def status_of(timeline: RequestTimeline) -> str:
-    """The name of the gRPC status that its call ended with."""
-    error = timeline.error
-    if error is None:
-        return "OK"
-    if isinstance(error, PagewireError):
-        return error.code
-    if isinstance(error, asyncio.CancelledError):
-        return "DEADLINE_EXCEEDED" if timeline.abort_reason is AbortReason.DEADLINE else "CANCELLED"
-    return "INTERNAL"
 
 
 def description_of(error: BaseException | None) -> str:
@@ -56,7 +42,7 @@ def first_attributes(timeline: RequestTimeline) -> dict[str, AttributeValue]:
     return {
         "rpc.system.name": "grpc",
         "rpc.method": method_of(request),
-        "gen_ai.operation.name": "chat" if isinstance(request.prompt, Conversation) else "text_completion",
+        "gen_ai.operation.name": timeline.operation,
         "gen_ai.provider.name": "pagewire",
         "gen_ai.request.model": (request.model or timeline.model)[:MAX_NAME_LENGTH] or None,
     }
@@ -64,7 +50,7 @@ def first_attributes(timeline: RequestTimeline) -> dict[str, AttributeValue]:
 
 def server_attributes(timeline: RequestTimeline, captures_content: bool) -> Attributes:
     """Everything that its server span says once it has ended."""
-    status = status_of(timeline)
+    status = timeline.status_code
     found = first_attributes(timeline) | _request_attributes(timeline.request) | _response_attributes(timeline)
     found["rpc.response.status_code"] = status
     found["error.type"] = status if status in SERVER_FAULTS else None

@@ -19,7 +19,6 @@ from frontend_svc.trace_attributes import (
     first_attributes,
     method_of,
     server_attributes,
-    status_of,
 )
 from pagewire.runtime.tracing import SpanEvent
 
@@ -77,7 +76,7 @@ class TraceObserver:
         if found is None:
             return
         span, generate = found
-        status, why = status_of(timeline), description_of(timeline.error)
+        status, why = timeline.status_code, description_of(timeline.error)
         if timeline.tokenize_ns:
             self._end_tokenize(span, timeline, status, why)
         if timeline.tokenized_ns:
