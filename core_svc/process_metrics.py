@@ -11,11 +11,11 @@ from core_svc.metrics import EngineMetrics
 from core_svc.observer import EngineObserver
 from core_svc.settings import CoreSettings
 from core_svc.state_metrics import StateMetrics, WorkerState
-from pagewire.runtime.metrics import ProcessMetrics
+from pagewire.runtime.metrics import ServiceMetrics
 from pagewire.runtime.rpc_metrics import RpcClientMetrics, RpcServerMetrics
 
 
-class CoreMetrics:
+class CoreMetrics(ServiceMetrics):
     """The parts go to where they watch: `interceptors`, `client`, `observers`; `worker` is told of the worker."""
 
     def __init__(
@@ -31,26 +31,15 @@ class CoreMetrics:
         self.observers: Sequence[EngineObserver] = ()
         self.worker = WorkerState()
         self._state: StateMetrics | None = None
-        self._process = ProcessMetrics.for_settings("core", incarnation, settings)
-        if self._process is not None:
-            self._process.is_ready = is_ready
-            instruments = self._process.instruments
+        super().__init__("core", incarnation, settings, is_ready=is_ready)
+        instruments = self.instruments
+        if instruments is not None:
             self.interceptors = (RpcServerMetrics(instruments, counts_messages=True),)
             self.client = RpcClientMetrics(instruments, "worker")
             self.observers = (EngineMetrics(instruments),)
             self._state = StateMetrics(instruments, self.worker, settings.worker, num_frontends)
 
-    def start(self) -> None:
-        """Serves and exports from now on."""
-        if self._process is not None:
-            self._process.start()
-
     def watch(self, engine: EngineCore) -> None:
         """There is an engine now."""
         if self._state is not None:
             self._state.engine = engine
-
-    def close(self) -> None:
-        """Stops; takes moments where a last export has to be made."""
-        if self._process is not None:
-            self._process.close()

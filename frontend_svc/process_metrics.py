@@ -8,12 +8,12 @@ import grpc.aio
 
 from frontend_svc.metrics import CoreLinks, RequestMetrics
 from frontend_svc.observer import RequestObserver
-from pagewire.runtime.metrics import ProcessMetrics
+from pagewire.runtime.metrics import ServiceMetrics
 from pagewire.runtime.rpc_metrics import RpcClientMetrics, RpcServerMetrics
 from pagewire.runtime.settings import CommonSettings
 
 
-class FrontendMetrics:
+class FrontendMetrics(ServiceMetrics):
     """The parts go to where they watch: `interceptors`, `observers`; `links` and `client` to the clients of cores."""
 
     def __init__(self, settings: CommonSettings, incarnation: str, *, is_ready: Callable[[], bool]) -> None:
@@ -21,21 +21,10 @@ class FrontendMetrics:
         self.observers: Sequence[RequestObserver] = ()
         self.links: CoreLinks | None = None
         self.client: RpcClientMetrics | None = None
-        self._process = ProcessMetrics.for_settings("frontend", incarnation, settings)
-        if self._process is not None:
-            self._process.is_ready = is_ready
-            instruments = self._process.instruments
+        super().__init__("frontend", incarnation, settings, is_ready=is_ready)
+        instruments = self.instruments
+        if instruments is not None:
             # Not their messages: there is one per token.
             self.interceptors = (RpcServerMetrics(instruments, counts_messages=False),)
             self.observers = (RequestMetrics(instruments),)
             self.links, self.client = CoreLinks(instruments), RpcClientMetrics(instruments, "core")
-
-    def start(self) -> None:
-        """Serves and exports from now on."""
-        if self._process is not None:
-            self._process.start()
-
-    def close(self) -> None:
-        """Stops; takes moments where a last export has to be made."""
-        if self._process is not None:
-            self._process.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import grpc.aio
 import torch
 
-from pagewire.runtime.metrics import ProcessMetrics
+from pagewire.runtime.metrics import ServiceMetrics
 from pagewire.runtime.process_stats import resident_bytes
 from pagewire.runtime.rpc_metrics import RpcServerMetrics
 from worker_svc.memory import available_bytes, device_named
@@ -16,7 +16,7 @@ from worker_svc.settings import WorkerSettings
 from worker_svc.worker import Worker
 
 
-class WorkerMetrics:
+class WorkerMetrics(ServiceMetrics):
     """The parts go to where they watch: `interceptors` to the server, `steps` to the servicer."""
 
     def __init__(
@@ -30,10 +30,10 @@ class WorkerMetrics:
     ) -> None:
         self.interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
         self.steps: StepMetrics | None = None
-        self._process = ProcessMetrics.for_settings("worker", incarnation, settings)
-        if self._process is not None:
-            self._process.is_ready = is_ready
-            instruments, device = self._process.instruments, device_named(settings.device)
+        super().__init__("worker", incarnation, settings, is_ready=is_ready)
+        instruments = self.instruments
+        if instruments is not None:
+            device = device_named(settings.device)
             self.interceptors = (RpcServerMetrics(instruments, counts_messages=True),)
             self.steps = StepMetrics(instruments)
             is_cuda = device.type == "cuda"
@@ -43,13 +43,3 @@ class WorkerMetrics:
                 return available_bytes(device), used
 
             add_worker_state(instruments, worker, has_core, memory)
-
-    def start(self) -> None:
-        """Serves and exports from now on."""
-        if self._process is not None:
-            self._process.start()
-
-    def close(self) -> None:
-        """Stops; takes moments where a last export has to be made."""
-        if self._process is not None:
-            self._process.close()

@@ -118,6 +118,32 @@ class ProcessMetrics:
         instruments.number("gauge", "pagewire_ready", "1 while the process can serve.", lambda: int(self.is_ready()))
 
 
+class ServiceMetrics:
+    """What a service's own wiring of metrics derives from: it begins and ends, and does nothing where nobody asked."""
+
+    def __init__(
+        self, service: str, incarnation: str, settings: CommonSettings, *, is_ready: Callable[[], bool]
+    ) -> None:
+        self._process = ProcessMetrics.for_settings(service, incarnation, settings)
+        if self._process is not None:
+            self._process.is_ready = is_ready
+
+    @property
+    def instruments(self) -> Instruments | None:
+        """Where to add; None where nobody asked for metrics."""
+        return None if self._process is None else self._process.instruments
+
+    def start(self) -> None:
+        """Serves and exports from now on."""
+        if self._process is not None:
+            self._process.start()
+
+    def close(self) -> None:
+        """Stops; takes moments where a last export has to be made."""
+        if self._process is not None:
+            self._process.close()
+
+
 def _version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
