@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import ssl
 import subprocess
 import threading
@@ -23,6 +22,8 @@ from typing import Any
 
 import yaml
 
+from tests.ports import free_ports
+
 TOKEN = "admin"  # of a server that lives for a test, on the loopback interface
 NODE = "node-0"
 
@@ -33,14 +34,6 @@ def binaries() -> Path:
     found = cache / "pagewire-kubernetes" / "bin"
     assert (found / "kube-scheduler").exists(), f"no API server in {found}: run `make cluster`"
     return found
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
 
 
 class Api:

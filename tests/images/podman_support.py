@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from k8s.tools import get_helm, lock, play
 from k8s.tools.pods import Object, Play, Published, plan
+from tests.ports import free_ports
 from worker_svc.fetch import resolve_model
 
 RELEASE, NETWORK = "imgtest", "pagewire-images-test"
@@ -35,14 +35,6 @@ def image(target: str) -> str:
     done = subprocess.run(["podman", "image", "exists", name], env=play.environment(), timeout=300, check=False)
     assert done.returncode == 0, f"{name} is not there: run `make images`"
     return name
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
 
 
 def values() -> Object:
